@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from chaos.attempts import start_server
 from chaos.strikes import own_mounts
+from chaos.summary import write
 
 from hybridrl.telemetry.records import read_lines
 
@@ -26,6 +28,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="a line of JSON a case")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 300), metavar=("FIRST", "LAST"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--keep", type=Path, help="for runs with which something is wrong")
+    parser.add_argument("--write", action="store_true", help="the counts into docs/checkpoints.md")
     args = parser.parse_args()
     own_mounts()
     done = {line["seed"] for line in read_lines(args.file)} if args.file.exists() else set()
@@ -35,7 +39,7 @@ def main() -> None:
         start_server()
         from chaos.runs import Runs  # while the server imports, too
 
-        runs = Runs(Path(folder))
+        runs = Runs(Path(folder), args.keep)
         for seed in sorted({*range(*args.seeds)} - done):
             if time.monotonic() > end:
                 break
@@ -43,8 +47,20 @@ def main() -> None:
             wrong |= bool(line["wrong"])
             with args.file.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(seed, line["setting"], *line["struck"], *line["wrong"], sep="; ", flush=True)
+            print(shown(line), flush=True)
+    if args.write:
+        write(read_lines(args.file))
     sys.exit(wrong)
+
+
+def shown(line: dict[str, Any]) -> str:
+    """A case in a line for people."""
+    struck = [
+        f"{x['fault']} {x['hit']}, rank {x['rank']} in {x['activity']}" for x in line["struck"]
+    ]
+    codes = [end["code"] for end in line["ends"]]
+    head = f"{line['seed']} {line['setting']} x{line['restarts']} {line['seconds']} s {codes}"
+    return "\n   ".join([head, *struck, *line["wrong"]])
 
 
 def use_temporary(folder: Path) -> None:

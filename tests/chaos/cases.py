@@ -62,8 +62,10 @@ class Kind(Enum):
     FLIP_BIT = "the driver is killed, and a bit of such a file flipped"
 
 
-ENDS_DRIVER = (Kind.KILL_DRIVER, Kind.CUT_FILE, Kind.FLIP_BIT)
+OF_FILES = (Kind.CUT_FILE, Kind.FLIP_BIT)
+NOTHING = "no checkpoint"
 OF_RANKS = (Kind.KILL_RANK, Kind.STOP_RANK)
+ENDS_DRIVER = (Kind.KILL_DRIVER, *OF_FILES)
 OF_DISK = (Kind.FULL_DISK, Kind.READ_ONLY)
 WEIGHTS = {
     Kind.KILL_RANK: 4, Kind.STOP_RANK: 1, Kind.KILL_DRIVER: 4, Kind.STOP_DRIVER: 1,

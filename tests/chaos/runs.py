@@ -4,15 +4,16 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from chaos.attempts import Attempt, left_behind
 from chaos.cases import (
     ENDS_DRIVER,
+    NOTHING,
     OF_DISK,
+    OF_FILES,
     OF_RANKS,
     RECIPES,
     SAVE_EVERY,
@@ -41,10 +42,13 @@ WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted")
 
 
 class Runs:
-    """The undisturbed runs so far, in `folder`, and the cases that are held against them."""
+    """The undisturbed runs so far, in `folder`, and the cases that are held against them.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Runs with which something is wrong are copied into the folder `keep`.
+    """
+
+    def __init__(self, folder: Path, keep: Path | None) -> None:
+        self.folder, self.keep = folder, keep
         self.rewards = folder / "rewards.py"
         self.rewards.write_text(USER_REWARDS)
         self._seen: dict[str, SeenCalls] = {}
@@ -89,16 +93,21 @@ class Runs:
                 under.wrong += differences(whole, disk.run_dir, case, self.folder)
             if left := _temporary() - temporary:
                 under.wrong.append(f"left in the temporary folder: {', '.join(sorted(left))}")
-            if under.wrong:
-                shutil.copytree(disk.run_dir, self.folder / f"wrong_{seed}", dirs_exist_ok=True)
+            if under.wrong and self.keep:
+                shutil.copytree(disk.run_dir, self.keep / f"{seed}", dirs_exist_ok=True)
+            line = self._line(case, under, time.monotonic() - begun)
         finally:
             disk.close()
+        return line
+
+    @staticmethod
+    def _line(case: Case, under: "_UnderFaults", seconds: float) -> dict[str, Any]:
         return {
-            "seed": seed, "setting": case.setting, "restarts": case.restarts,
+            "seed": case.seed, "setting": case.setting, "restarts": case.restarts,
             "background": case.background,
             "faults": [{**asdict(fault), "kind": fault.kind.name} for fault in case.faults],
-            "struck": under.struck, "ends": under.ends, "wrong": under.wrong,
-            "seconds": round(time.monotonic() - begun, 1),
+            "struck": [struck.line() for struck in under.struck], "ends": under.ends,
+            "wrong": under.wrong, "restarted": under.restarted, "seconds": round(seconds, 1),
         }  # fmt: skip
 
 
@@ -120,6 +129,21 @@ class _Calls:
                 calls[call] = Seen(seen.first, steps, max(seen.seconds, seconds))
 
 
+@dataclass(slots=True)
+class Struck:
+    """A fault that has struck: what it hit, and what its rank was in, after how many steps."""
+
+    fault: Fault
+    hit: str
+    call: str
+    activity: str
+    steps: int
+
+    def line(self) -> dict[str, Any]:
+        """Its part of a line of JSON."""
+        return {**asdict(self), "fault": self.fault.kind.name, "rank": self.fault.rank}
+
+
 class _UnderFaults:
     """A run whose faults strike one after the other; the command is given until it succeeds."""
 
@@ -127,71 +151,81 @@ class _UnderFaults:
         self.case, self.disk = case, disk
         self.args = [*settings, *case.overrides]
         self.left = list(case.faults)
-        self.struck: list[str] = []
+        self.struck: list[Struck] = []
         self.ends: list[dict[str, Any]] = []
         self.wrong: list[str] = []
-        self.stopped: list[int] = []
+        self._stopped: list[int] = []
 
     def run(self) -> None:
-        """Strike, and give the command again, until it has ended with success or something is
-        wrong."""
+        """Give the command until it has ended with success, or something is wrong."""
         for number in range(len(self.case.faults) + 1):
             log = self.disk.place.with_suffix(f".{number}.log")
             attempt = Attempt(self.disk.run_dir, log, self.args)
-            here: list[Fault] = []
-            code = attempt.watch(self._striker(attempt, here), BOUND_S)
-            said = attempt.said.strip().splitlines()
-            self.ends.append({"code": code, "line": said[-1][:300] if said else ""})
-            if code is None:
-                states = attempt.states(num_ranks(self.case.schedule))
-                self.wrong.append(f"has not ended: {states}")
-                attempt.process.kill()
-            elif code not in (allowed := _codes(here, self.case)):
-                self.wrong.append(f"exit code {code}, wanted one of {sorted(allowed)}")
-            if "Traceback" in attempt.said:
-                self.wrong.append("a traceback")
-            elif code == 1 and not said[-1].startswith("hybridrl: "):
-                self.wrong.append("no line says why")
-            self.wrong += [f"left behind: {line}" for line in left_behind()]
+            before = len(self.struck)
+            code = attempt.watch(lambda of=attempt, n=before: self._look(of, n), BOUND_S)
+            here = self.struck[before:]
+            self._check_end(attempt, code, {struck.fault.kind for struck in here})
             self.disk.mend()
-            for fault in here:
-                if fault.kind in (Kind.CUT_FILE, Kind.FLIP_BIT):
-                    self.struck.append(f"{fault.kind.value}: {damage(fault, self.disk.run_dir)}")
             if code == 0 or self.wrong:
                 return
+            for struck in here:
+                if struck.fault.kind in OF_FILES:
+                    struck.hit = damage(struck.fault, self.disk.run_dir) or NOTHING
 
-    def _striker(self, attempt: Attempt, here: list[Fault]) -> Callable[[], None]:
-        """Strikes the next fault when it is due, within this process of the command."""
+    def _check_end(self, attempt: Attempt, code: int | None, kinds: set[Kind]) -> None:
+        """Note what is wrong with how a process of the command has ended under such faults."""
+        said = attempt.said.strip().splitlines() or [""]
+        self.ends.append({"code": code, "line": said[-1][:300]})
+        wrong = []
+        if code is None:
+            states = attempt.states(num_ranks(self.case.schedule))
+            wrong.append(f"has not ended: {states}")
+            attempt.process.kill()
+        elif code not in (allowed := _codes(kinds, self.case)):
+            wrong.append(f"exit code {code}, wanted one of {sorted(allowed)}")
+        if "Traceback" in attempt.said:
+            wrong.append("a traceback")
+        elif code == 1 and not said[-1].startswith("hybridrl: "):
+            wrong.append("no line says why")
+        wrong += [f"left behind: {line}" for line in left_behind()]
+        if wrong:
+            self.wrong += [*wrong, attempt.said[-4000:]]
 
-        def look() -> None:
-            if not self.left or any(fault.kind in ENDS_DRIVER for fault in here):
-                return
-            if any(is_stopped(pid) for pid in self.stopped):
-                return  # whoever is to end it must be there
-            fault, steps = self.left[0], attempt.records.steps()
-            activity = attempt.activity(fault.rank)
-            if not fault.is_due(steps, activity):
-                return
-            time.sleep(fault.delay_s)
-            if attempt.process.exitcode is not None:
-                return
-            whom = strike(fault, attempt.process.pid, self.disk)
-            self.left.pop(0)
-            if whom:
-                here.append(fault)
-                self.stopped += [activity.pid] * (fault.kind is Kind.STOP_RANK)
-                where = f"rank {fault.rank} in {activity} after step {steps}"
-                self.struck.append(f"{fault.kind.value}: {whom}, {where}")
+    @property
+    def restarted(self) -> int:
+        """The restarts within the run that its records have."""
+        file = self.disk.run_dir / "events.jsonl"
+        return sum(x["kind"] == "restart" for x in read_lines(file)) if file.exists() else 0
 
-        return look
+    def _look(self, attempt: Attempt, before: int) -> None:
+        """Strike the next fault if it is due, within this process of the command.
+
+        Nothing strikes whoever is to end a stopped rank, nor a driver that has been killed.
+        """
+        here = self.struck[before:]
+        over = not self.left or any(struck.fault.kind in ENDS_DRIVER for struck in here)
+        if over or any(map(is_stopped, self._stopped)):
+            return
+        fault, steps = self.left[0], attempt.records.steps()
+        activity = attempt.activity(fault.rank)
+        if not fault.is_due(steps, activity):
+            return
+        time.sleep(fault.delay_s)
+        activity = attempt.activity(fault.rank)
+        if attempt.process.exitcode is not None:
+            return
+        self.left.pop(0)
+        if hit := strike(fault, attempt.process.pid, self.disk):
+            self.struck.append(Struck(fault, hit, call_of(activity), str(activity), steps))
+            if fault.kind is Kind.STOP_RANK and activity is not None:
+                self._stopped.append(activity.pid)
 
 
-def _codes(here: list[Fault], case: Case) -> set[int]:
+def _codes(kinds: set[Kind], case: Case) -> set[int]:
     """The exit codes that a process of the command may have under the faults that struck it."""
-    kinds = {fault.kind for fault in here}
     codes = {0}
     if kinds & {*ENDS_DRIVER}:
-        codes = {-9}
+        codes |= {-9}
     if kinds & {*OF_RANKS} and not case.restarts:
         codes |= {1}
     if kinds & {*OF_DISK}:
@@ -220,9 +254,6 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
     names = [_names(path) for path in (whole, run_dir)]
     if names[0] != names[1]:
         wrong.append(f"files that only one of the runs has: {sorted(names[0] ^ names[1])}")
-    restarts = [x for x in read_lines(run_dir / "events.jsonl") if x["kind"] == "restart"]
-    if len(restarts) > case.restarts:
-        wrong.append(f"{len(restarts)} restarts")
     return wrong
 
 
