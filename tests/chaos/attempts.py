@@ -49,8 +49,9 @@ def drive(address: str, folder: Path, log: Path, args: Sequence[str]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    forkserver._forkserver._forkserver_address = address
-    forkserver._forkserver.ensure_running = lambda: None
+    server: Any = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = forkserver.ensure_running = lambda: None
     sys.argv = ["hybridrl", "train", *args]
     from hybridrl.cli import main
 

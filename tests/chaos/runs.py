@@ -29,15 +29,15 @@ from chaos.cases import (
     num_ranks,
     setting_of,
 )  # fmt: skip
-from chaos.strikes import Disk, damage, is_stopped, strike
-from resumed_runs import WHEN_MADE, check_same
+from chaos.strikes import Damage, Disk, damage, is_stopped, strike
+from resumed_runs import WHEN_MADE, check_same, lines
 from whole_runs import REPLAYED, TINY, USER_REWARDS
 
 from hybridrl.telemetry.records import read_lines
 
 BOUND_S = 150.0
 """Within so many seconds every process of the command must have ended by itself."""
-WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted")
+WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted", "plan/")
 """Metrics that time or a death decides; the samples themselves are those of the undisturbed run."""
 
 
@@ -157,22 +157,33 @@ class _UnderFaults:
         self._stopped: list[int] = []
 
     def run(self) -> None:
-        """Give the command until it has ended with success, or something is wrong."""
-        for number in range(len(self.case.faults) + 1):
+        """Give the command until it has ended with success, or something is wrong.
+
+        Where the only checkpoint is damaged, a run is refused; then the damage is undone.
+        """
+        damaged: Damage | None = None
+        for number in range(2 * len(self.case.faults) + 1):
             log = self.disk.place.with_suffix(f".{number}.log")
             attempt = Attempt(self.disk.run_dir, log, self.args)
             before = len(self.struck)
             code = attempt.watch(lambda of=attempt, n=before: self._look(of, n), BOUND_S)
             here = self.struck[before:]
-            self._check_end(attempt, code, {struck.fault.kind for struck in here})
+            refused = damaged is not None and damaged.is_only
+            self._check_end(attempt, code, {struck.fault.kind for struck in here}, refused)
             self.disk.mend()
             if code == 0 or self.wrong:
                 return
+            if damaged is not None and refused:
+                damaged.undo()
+            damaged = None
             for struck in here:
                 if struck.fault.kind in OF_FILES:
-                    struck.hit = damage(struck.fault, self.disk.run_dir) or NOTHING
+                    damaged = damage(struck.fault, self.disk.run_dir)
+                    struck.hit = NOTHING if damaged is None else f"{damaged.file}, {damaged.at}"
 
-    def _check_end(self, attempt: Attempt, code: int | None, kinds: set[Kind]) -> None:
+    def _check_end(
+        self, attempt: Attempt, code: int | None, kinds: set[Kind], refused: bool
+    ) -> None:
         """Note what is wrong with how a process of the command has ended under such faults."""
         said = attempt.said.strip().splitlines() or [""]
         self.ends.append({"code": code, "line": said[-1][:300]})
@@ -181,7 +192,7 @@ class _UnderFaults:
             states = attempt.states(num_ranks(self.case.schedule))
             wrong.append(f"has not ended: {states}")
             attempt.process.kill()
-        elif code not in (allowed := _codes(kinds, self.case)):
+        elif code not in (allowed := {2} if refused else _codes(kinds, self.case)):
             wrong.append(f"exit code {code}, wanted one of {sorted(allowed)}")
         if "Traceback" in attempt.said:
             wrong.append("a traceback")
@@ -243,7 +254,8 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
         try:
             check_same(whole, run_dir, Path(temporary), timed)
         except AssertionError as error:
-            wrong.append(f"differs: {' '.join(str(error).split())[:600]}")
+            differing = _differing(lines(whole, "metrics", timed), lines(run_dir, "metrics", timed))
+            wrong.append(f"differs: {' '.join(str(error).split())[:600]}; {differing}")
     samples = [x for x in read_lines(run_dir / "samples.jsonl") if x["phase"] == "rl"]
     twice = [id for id, count in Counter(x["id"] for x in samples).items() if count > 1]
     if twice:
@@ -257,9 +269,18 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
     return wrong
 
 
+def _differing(whole: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """The keys of metrics that differ, in words."""
+    found = [f"{len(whole)} and {len(others)} lines"] * (len(whole) != len(others))
+    for one, other in zip(whole, others, strict=False):
+        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        found += [f"step {one['step']} {key}: {one.get(key)}, {other.get(key)}" for key in keys]
+    return ", ".join(found[:20])
+
+
 def _names(run_dir: Path) -> set[str]:
     """The paths of a run's directory, but for logs and what is of one process."""
-    passed = ("logs/", ".ranks/", ".hydra/")
+    passed = ("logs/", ".ranks/", ".hydra/", "earlier-")
     names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")}
     return {name for name in names if not f"{name}/".startswith(passed)}
 

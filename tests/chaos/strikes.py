@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -93,22 +94,36 @@ def strike(fault: Fault, driver: int, disk: Disk) -> str:
     return _signal(driver, signal.SIGTERM if kind is Kind.TERMINATE else signal.SIGKILL)
 
 
-def damage(fault: Fault, run_dir: Path) -> str:
-    """Cut off, or flip a bit of, a file that the newest checkpoint resumes from; "" without one."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged file of the newest checkpoint: its bytes before, and whether there is no other."""
+
+    file: Path
+    before: bytes
+    at: int
+    is_only: bool
+
+    def undo(self) -> None:
+        """Write what was there."""
+        self.file.write_bytes(self.before)
+
+
+def damage(fault: Fault, run_dir: Path) -> Damage | None:
+    """Cut off, or flip a bit of, a file of the newest checkpoint, which a run resumes from."""
     points, _ = folder.search(run_dir)
     if not points:
-        return ""
-    files = sorted(file for file in points[0].tensors.rglob("*") if file.stat().st_size)
+        return None
+    files = sorted(file for file in points[0].tensors.rglob("*") if file.is_file())
     place = fault.part * len(files)
     file, part = files[int(place)], place % 1
-    data = bytearray(file.read_bytes())
-    at = int(part * len(data))
+    before = file.read_bytes()
+    data, at = bytearray(before), int(part * len(before))
     if fault.kind is Kind.CUT_FILE:
         del data[at:]
     else:
         data[at] ^= 1 << int(part * 1e6) % 8
     file.write_bytes(data)
-    return f"{file.relative_to(run_dir)}, byte {at}"
+    return Damage(file, before, at, len(points) == 1)
 
 
 def sandboxes(driver: int, run_dir: Path) -> list[int]:
