@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from chaos.cases import ENDED, STARTS
 
 from hybridrl.runtime.process_launcher import FORK_SERVER_IMPORTS
 from hybridrl.system import activity
@@ -88,6 +89,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.records = Records(self.run_dir)
+        self.up: set[int] = set()
         context: Any = multiprocessing.get_context("forkserver")
         address = forkserver._forkserver._forkserver_address
         arguments = (address, self.run_dir.parent, self.log, self.args)
@@ -97,6 +99,14 @@ class Attempt:
     def activity(self, rank: int) -> Activity | None:
         """What a rank is in."""
         return activity.read(activity.file_of(self.run_dir, rank))
+
+    def call(self, rank: int) -> str:
+        """The call that a rank is in, "" between two of them."""
+        activity = self.activity(rank)
+        if activity is not None:
+            self.up.add(rank)
+            return activity.call
+        return ENDED if rank in self.up else STARTS
 
     def watch(self, look: Callable[[], None], within_s: float) -> int | None:
         """Its exit code; None where it has not ended within so many seconds."""

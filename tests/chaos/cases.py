@@ -10,11 +10,12 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from hybridrl.system.activity import Activity
-
-STEPS, SAVE_EVERY, RESTARTS = 6, 2, 4
+STEPS, SAVE_EVERY, RESTARTS = 6, 2, 9
 HANG_FLOOR_S = 5
-STARTS = "start"
+STARTS, ENDED = "start", "ended"
+"""The calls of a rank that has no record yet, and of one that has died or is over."""
+MOST = 2, 5
+"""Faults that a case has at least and at most."""
 
 SCHEDULES = {
     "serial": ["schedule=serial", "cluster.ranks=2"],
@@ -60,9 +61,10 @@ class Kind(Enum):
     READ_ONLY = "the run directory becomes read-only"
     CUT_FILE = "the driver is killed, and a file of the newest checkpoint cut off"
     FLIP_BIT = "the driver is killed, and a bit of such a file flipped"
+    TEAR_RECORD = "the driver is killed, and the last line of a record cut off"
 
 
-OF_FILES = (Kind.CUT_FILE, Kind.FLIP_BIT)
+OF_FILES = (Kind.CUT_FILE, Kind.FLIP_BIT, Kind.TEAR_RECORD)
 NOTHING = "no checkpoint"
 OF_RANKS = (Kind.KILL_RANK, Kind.STOP_RANK)
 ENDS_DRIVER = (Kind.KILL_DRIVER, *OF_FILES)
@@ -70,7 +72,7 @@ OF_DISK = (Kind.FULL_DISK, Kind.READ_ONLY)
 WEIGHTS = {
     Kind.KILL_RANK: 4, Kind.STOP_RANK: 1, Kind.KILL_DRIVER: 4, Kind.STOP_DRIVER: 1,
     Kind.TERMINATE: 1, Kind.KILL_SANDBOX: 2, Kind.FULL_DISK: 3, Kind.READ_ONLY: 2,
-    Kind.CUT_FILE: 2, Kind.FLIP_BIT: 3,
+    Kind.CUT_FILE: 1, Kind.FLIP_BIT: 3, Kind.TEAR_RECORD: 2,
 }  # fmt: skip
 """How often each is drawn: one that takes long is rare."""
 
@@ -105,14 +107,9 @@ class Fault:
     delay_s: float
     part: float
 
-    def is_due(self, steps: int, activity: Activity | None) -> bool:
-        """Whether the rank, which is in `activity`, is where the fault is to strike."""
-        return steps >= self.step and call_of(activity) == self.call
-
-
-def call_of(activity: Activity | None) -> str:
-    """The call that a rank is in, "" between two, `STARTS` before it has a record."""
-    return STARTS if activity is None else activity.call
+    def is_due(self, steps: int, call: str) -> bool:
+        """Whether the rank, which is in `call`, is where the fault is to strike."""
+        return steps >= self.step and call == self.call
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ def draw(seed: int, seen: SeenCalls) -> Case:
     """The case of a seed, for a setting whose undisturbed run has `seen` these calls."""
     random, (schedule, recipe) = Random(seed), setting_of(seed)
     restarts, background = random.choice((0, RESTARTS)), random.random() < 0.5
-    faults = [draw_fault(random, seen) for _ in range(random.randint(1, 3))]
+    faults = [draw_fault(random, seen) for _ in range(random.randint(*MOST))]
     return Case(seed, schedule, recipe, restarts, background, faults)
 
 

@@ -1,6 +1,7 @@
 """A case from its seed to what did not hold; the undisturbed run of each setting is made once."""
 
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 from chaos.attempts import Attempt, left_behind
 from chaos.cases import (
+    ENDED,
     ENDS_DRIVER,
     NOTHING,
     OF_DISK,
@@ -24,7 +26,6 @@ from chaos.cases import (
     Kind,
     Seen,
     SeenCalls,
-    call_of,
     draw,
     num_ranks,
     setting_of,
@@ -121,12 +122,11 @@ class _Calls:
     def look(self) -> None:
         steps = self.attempt.records.steps()
         for rank, calls in self.seen.items():
-            activity = self.attempt.activity(rank)
-            call, now = call_of(activity), time.monotonic()
-            seconds = now - self.attempt.begun if activity is None else activity.seconds
-            if activity is not None or not steps:  # else it has ended
+            call, activity = self.attempt.call(rank), self.attempt.activity(rank)
+            since = self.attempt.begun if activity is None else activity.since
+            if call != ENDED:
                 seen = calls.get(call, Seen(steps, steps, 0.0))
-                calls[call] = Seen(seen.first, steps, max(seen.seconds, seconds))
+                calls[call] = Seen(seen.first, steps, max(seen.seconds, time.monotonic() - since))
 
 
 @dataclass(slots=True)
@@ -165,9 +165,11 @@ class _UnderFaults:
         for number in range(2 * len(self.case.faults) + 1):
             log = self.disk.place.with_suffix(f".{number}.log")
             attempt = Attempt(self.disk.run_dir, log, self.args)
-            before = len(self.struck)
-            code = attempt.watch(lambda of=attempt, n=before: self._look(of, n), BOUND_S)
-            here = self.struck[before:]
+            here: list[Struck] = []
+            code = attempt.watch(lambda of=attempt, here=here: self._look(of, here), BOUND_S)
+            if code != -signal.SIGKILL:  # it had ended before it could be killed
+                here = [struck for struck in here if struck.fault.kind not in ENDS_DRIVER]
+            self.struck += here
             refused = damaged is not None and damaged.is_only
             self._check_end(attempt, code, {struck.fault.kind for struck in here}, refused)
             self.disk.mend()
@@ -176,10 +178,9 @@ class _UnderFaults:
             if damaged is not None and refused:
                 damaged.undo()
             damaged = None
-            for struck in here:
-                if struck.fault.kind in OF_FILES:
-                    damaged = damage(struck.fault, self.disk.run_dir)
-                    struck.hit = NOTHING if damaged is None else f"{damaged.file}, {damaged.at}"
+            for struck in (x for x in here if x.fault.kind in OF_FILES):
+                damaged = damage(struck.fault, self.disk.run_dir)
+                struck.hit = NOTHING if damaged is None else f"{damaged.file}, {damaged.at}"
 
     def _check_end(
         self, attempt: Attempt, code: int | None, kinds: set[Kind], refused: bool
@@ -192,7 +193,7 @@ class _UnderFaults:
             states = attempt.states(num_ranks(self.case.schedule))
             wrong.append(f"has not ended: {states}")
             attempt.process.kill()
-        elif code not in (allowed := {2} if refused else _codes(kinds, self.case)):
+        elif code not in (allowed := _codes(kinds, self.case, refused)):
             wrong.append(f"exit code {code}, wanted one of {sorted(allowed)}")
         if "Traceback" in attempt.said:
             wrong.append("a traceback")
@@ -208,33 +209,31 @@ class _UnderFaults:
         file = self.disk.run_dir / "events.jsonl"
         return sum(x["kind"] == "restart" for x in read_lines(file)) if file.exists() else 0
 
-    def _look(self, attempt: Attempt, before: int) -> None:
+    def _look(self, attempt: Attempt, here: list[Struck]) -> None:
         """Strike the next fault if it is due, within this process of the command.
 
         Nothing strikes whoever is to end a stopped rank, nor a driver that has been killed.
         """
-        here = self.struck[before:]
         over = not self.left or any(struck.fault.kind in ENDS_DRIVER for struck in here)
         if over or any(map(is_stopped, self._stopped)):
             return
         fault, steps = self.left[0], attempt.records.steps()
-        activity = attempt.activity(fault.rank)
-        if not fault.is_due(steps, activity):
+        if not fault.is_due(steps, attempt.call(fault.rank)):
             return
         time.sleep(fault.delay_s)
-        activity = attempt.activity(fault.rank)
+        call, activity = attempt.call(fault.rank), attempt.activity(fault.rank)
         if attempt.process.exitcode is not None:
             return
         self.left.pop(0)
         if hit := strike(fault, attempt.process.pid, self.disk):
-            self.struck.append(Struck(fault, hit, call_of(activity), str(activity), steps))
+            here.append(Struck(fault, hit, call, str(activity or call), steps))
             if fault.kind is Kind.STOP_RANK and activity is not None:
                 self._stopped.append(activity.pid)
 
 
-def _codes(kinds: set[Kind], case: Case) -> set[int]:
+def _codes(kinds: set[Kind], case: Case, refused: bool) -> set[int]:
     """The exit codes that a process of the command may have under the faults that struck it."""
-    codes = {0}
+    codes = {2} if refused else {0}
     if kinds & {*ENDS_DRIVER}:
         codes |= {-9}
     if kinds & {*OF_RANKS} and not case.restarts:

@@ -96,7 +96,7 @@ def strike(fault: Fault, driver: int, disk: Disk) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A damaged file of the newest checkpoint: its bytes before, and whether there is no other."""
+    """A damaged file, its bytes before, and whether it is in the only checkpoint."""
 
     file: Path
     before: bytes
@@ -109,21 +109,30 @@ class Damage:
 
 
 def damage(fault: Fault, run_dir: Path) -> Damage | None:
-    """Cut off, or flip a bit of, a file of the newest checkpoint, which a run resumes from."""
+    """Damage a file that the run resumes from, if there is one: of its newest checkpoint, or a
+    record.
+    """
     points, _ = folder.search(run_dir)
-    if not points:
+    if fault.kind is Kind.TEAR_RECORD:
+        kept = points[0].state["records"] if points else {}
+        files = sorted(x for x in run_dir.glob("*.jsonl") if x.stat().st_size > kept.get(x.name, 0))
+    else:
+        files = sorted(x for x in points[0].tensors.rglob("*") if x.is_file()) if points else []
+    if not files:
         return None
-    files = sorted(file for file in points[0].tensors.rglob("*") if file.is_file())
     place = fault.part * len(files)
     file, part = files[int(place)], place % 1
     before = file.read_bytes()
     data, at = bytearray(before), int(part * len(before))
-    if fault.kind is Kind.CUT_FILE:
-        del data[at:]
-    else:
+    if fault.kind is Kind.TEAR_RECORD:  # a line that came after the checkpoint, as each write is
+        start = data.rindex(b"\n", 0, -1) + 1 if data.count(b"\n") > 1 else 0
+        at = start + int(part * (len(data) - start))
+    if fault.kind is Kind.FLIP_BIT:
         data[at] ^= 1 << int(part * 1e6) % 8
+    else:
+        del data[at:]
     file.write_bytes(data)
-    return Damage(file, before, at, len(points) == 1)
+    return Damage(file, before, at, fault.kind is not Kind.TEAR_RECORD and len(points) == 1)
 
 
 def sandboxes(driver: int, run_dir: Path) -> list[int]:
