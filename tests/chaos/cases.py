@@ -14,6 +14,7 @@ STEPS, SAVE_EVERY, RESTARTS = 6, 2, 9
 HANG_FLOOR_S = 5
 STARTS, ENDED = "start", "ended"
 """The calls of a rank that has no record yet, and of one that has died or is over."""
+PASSED = 2
 MOST = 2, 5
 """Faults that a case has at least and at most."""
 
@@ -107,9 +108,14 @@ class Fault:
     delay_s: float
     part: float
 
-    def is_due(self, steps: int, call: str) -> bool:
-        """Whether the rank, which is in `call`, is where the fault is to strike."""
-        return steps >= self.step and call == self.call
+    def is_due(self, steps: int, since: int, call: str) -> bool:
+        """Whether the rank, which is in `call`, is where the fault is to strike.
+
+        A short call may be passed unseen: `PASSED` steps later than the moment, or than `since`,
+        when the fault was the next one, it strikes wherever the rank is.
+        """
+        is_passed = steps >= max(self.step, since) + PASSED
+        return steps >= self.step and (call == self.call or is_passed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class _UnderFaults:
         self.ends: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self._stopped: list[int] = []
+        self._since: dict[Fault, int] = {}
 
     def run(self) -> None:
         """Give the command until it has ended with success, or something is wrong.
@@ -218,7 +219,8 @@ class _UnderFaults:
         if over or any(map(is_stopped, self._stopped)):
             return
         fault, steps = self.left[0], attempt.records.steps()
-        if not fault.is_due(steps, attempt.call(fault.rank)):
+        self._since.setdefault(fault, steps)
+        if not fault.is_due(steps, self._since[fault], attempt.call(fault.rank)):
             return
         time.sleep(fault.delay_s)
         call, activity = attempt.call(fault.rank), attempt.activity(fault.rank)
