@@ -264,9 +264,9 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
     for line in read_lines(run_dir / "metrics.jsonl"):
         if line.get("samples/staleness", 0) > 2:
             wrong.append(f"a staleness of {line['samples/staleness']} in step {line['step']}")
-    names = [_names(path) for path in (whole, run_dir)]
-    if names[0] != names[1]:
-        wrong.append(f"files that only one of the runs has: {sorted(names[0] ^ names[1])}")
+    for name in ("", "checkpoints", "final"):
+        left = _hidden(run_dir / name) - _hidden(whole / name)
+        wrong += [f"left in the run directory: {name}/{hidden}" for hidden in sorted(left)]
     return wrong
 
 
@@ -279,11 +279,9 @@ def _differing(whole: list[dict[str, Any]], others: list[dict[str, Any]]) -> str
     return ", ".join(found[:20])
 
 
-def _names(run_dir: Path) -> set[str]:
-    """The paths of a run's directory, but for logs and what is of one process."""
-    passed = ("logs/", ".ranks/", ".hydra/", "earlier-")
-    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")}
-    return {name for name in names if not f"{name}/".startswith(passed)}
+def _hidden(folder: Path) -> set[str]:
+    """Names of what is being written in a folder, and of what stays so."""
+    return {path.name for path in folder.iterdir() if path.name.startswith(".")}
 
 
 def _temporary() -> set[str]:
