@@ -4,7 +4,7 @@ A moment is a call that a rank is in, after so many steps, and a part of the sec
 call takes. So a seed strikes about the same place again, on machines of any speed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -78,34 +78,32 @@ WEIGHTS = {
 """How often each is drawn: one that takes long is rare."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A call of a rank in the undisturbed run: after how many steps at first and at last.
-
-    `seconds` is how long it has taken at most.
-    """
-
-    first: int
-    last: int
-    seconds: float
-
-
-SeenCalls = Mapping[int, Mapping[str, Seen]]
-"""By rank and call."""
+CALLS = {
+    STARTS: (0, 0), "listen": (0, 0), "setup": (0, 0), "begin": (0, 0), "": (0, STEPS),
+    "enter": (0, STEPS), "advance": (0, STEPS), "infer": (0, STEPS - 1), "compute": (0, STEPS - 1),
+    "update": (0, STEPS - 1), "push": (0, STEPS - 1), "digest_weights": (0, STEPS),
+    "digest_samples": (1, STEPS), "release": (0, STEPS), "save_weights": (1, STEPS),
+    "save_state": (1, STEPS), "save_pending": (1, STEPS), "finish_save": (2, STEPS),
+    "close": (STEPS, STEPS),
+}  # fmt: skip
+"""What ranks are in, "" between two calls, after how many steps at first and at last."""
+NEVER = dict.fromkeys(SCHEDULES, ("push", "save_pending", "compute"))
+NEVER |= {"partial": ("push", "compute"), "async": ("enter", "infer")}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault, and its moment: `delay_s` after `rank` was seen in `call`, `step` steps done.
+    """A fault, and its moment: after `step` steps, when `rank` is in `call`, a while later.
 
-    `part` in [0, 1) draws what else there is to draw: a file and a byte of it, bytes left free.
+    `delay` in [0, 1) is the part of the seconds that such a call takes at most. `part` in [0, 1)
+    draws what else there is to draw: a file and a byte of it, bytes left free.
     """
 
     kind: Kind
     rank: int
     call: str
     step: int
-    delay_s: float
+    delay: float
     part: float
 
     def is_due(self, steps: int, since: int, call: str) -> bool:
@@ -144,30 +142,24 @@ class Case:
         ]  # fmt: skip
 
 
-def setting_of(seed: int) -> tuple[str, str]:
-    """The schedule and the recipe of a seed; as many seeds as there are settings have them all."""
-    return SETTINGS[seed % len(SETTINGS)]
-
-
 def num_ranks(schedule: str) -> int:
     """How many ranks its runs have."""
     (ranks,) = (x for x in SCHEDULES[schedule] if x.startswith("cluster.ranks="))
     return int(ranks.partition("=")[2])
 
 
-def draw(seed: int, seen: SeenCalls) -> Case:
-    """The case of a seed, for a setting whose undisturbed run has `seen` these calls."""
-    random, (schedule, recipe) = Random(seed), setting_of(seed)
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    random, (schedule, recipe) = Random(seed), SETTINGS[seed % len(SETTINGS)]
     restarts, background = random.choice((0, RESTARTS)), random.random() < 0.5
-    faults = [draw_fault(random, seen) for _ in range(random.randint(*MOST))]
+    faults = [draw_fault(random, schedule) for _ in range(random.randint(*MOST))]
     return Case(seed, schedule, recipe, restarts, background, faults)
 
 
-def draw_fault(random: Random, seen: SeenCalls) -> Fault:
-    """A fault of a random kind, at any call that any rank has been seen in, at any of its steps."""
+def draw_fault(random: Random, schedule: str) -> Fault:
+    """A fault of a random kind, at any call of any rank, at any of its steps."""
     (kind,) = random.choices([*WEIGHTS], [*WEIGHTS.values()])
-    rank = random.choice(sorted(seen))
-    call = random.choice(sorted(seen[rank]))
-    times = seen[rank][call]
-    step = random.randint(times.first, times.last)
-    return Fault(kind, rank, call, step, random.random() * times.seconds, random.random())
+    rank = random.randrange(num_ranks(schedule))
+    call = random.choice([call for call in CALLS if call not in NEVER[schedule]])
+    step = random.randint(*CALLS[call])
+    return Fault(kind, rank, call, step, random.random(), random.random())

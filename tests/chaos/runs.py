@@ -24,11 +24,8 @@ from chaos.cases import (
     Case,
     Fault,
     Kind,
-    Seen,
-    SeenCalls,
     draw,
     num_ranks,
-    setting_of,
 )  # fmt: skip
 from chaos.strikes import Damage, Disk, damage, is_stopped, strike
 from resumed_runs import WHEN_MADE, check_same, lines
@@ -52,7 +49,7 @@ class Runs:
         self.folder, self.keep = folder, keep
         self.rewards = folder / "rewards.py"
         self.rewards.write_text(USER_REWARDS)
-        self._seen: dict[str, SeenCalls] = {}
+        self._seconds: dict[str, dict[str, float]] = {}
 
     def settings(self, schedule: str, recipe: str) -> list[str]:
         """The overrides of the undisturbed run."""
@@ -66,11 +63,11 @@ class Runs:
         rest = (*TINY, *REPLAYED)
         return [*(x for x in rest if not x.startswith((*changed, "recipe."))), *own]
 
-    def whole(self, schedule: str, recipe: str) -> tuple[Path, SeenCalls]:
-        """The undisturbed run, and the calls that its ranks were seen in."""
+    def whole(self, schedule: str, recipe: str) -> tuple[Path, dict[str, float]]:
+        """The undisturbed run, and the most seconds that its calls have taken."""
         setting = f"{schedule}-{recipe}"
         run_dir = self.folder / setting / "run"
-        if setting not in self._seen:
+        if setting not in self._seconds:
             run_dir.parent.mkdir()
             args = [*self.settings(schedule, recipe), "trainer.resume=auto"]
             attempt = Attempt(run_dir, self.folder / setting / "log", args)
@@ -78,16 +75,16 @@ class Runs:
             code = attempt.watch(calls.look, BOUND_S)
             assert code == 0, attempt.said
             assert not left_behind()
-            self._seen[setting] = calls.seen
-        return run_dir, self._seen[setting]
+            self._seconds[setting] = calls.seconds
+        return run_dir, self._seconds[setting]
 
     def run(self, seed: int) -> dict[str, Any]:
         """Run a case; gives its line of JSON."""
-        whole, seen = self.whole(*setting_of(seed))
-        case = draw(seed, seen)
+        case = draw(seed)
+        whole, seconds = self.whole(case.schedule, case.recipe)
         disk = Disk(self.folder / f"case_{seed}")
         temporary, begun = _temporary(), time.monotonic()
-        under = _UnderFaults(case, disk, self.settings(case.schedule, case.recipe))
+        under = _UnderFaults(case, disk, seconds, self.settings(case.schedule, case.recipe))
         try:
             under.run()
             if not under.wrong:
@@ -113,20 +110,19 @@ class Runs:
 
 
 class _Calls:
-    """Notes what ranks are seen in, and how long."""
+    """Notes the most seconds that ranks are seen in a call, by its name."""
 
     def __init__(self, attempt: Attempt, ranks: int) -> None:
-        self.attempt = attempt
-        self.seen: dict[int, dict[str, Seen]] = {rank: {} for rank in range(ranks)}
+        self.attempt, self.ranks = attempt, range(ranks)
+        self.seconds: dict[str, float] = {}
 
     def look(self) -> None:
-        steps = self.attempt.records.steps()
-        for rank, calls in self.seen.items():
+        for rank in self.ranks:
             call, activity = self.attempt.call(rank), self.attempt.activity(rank)
             since = self.attempt.begun if activity is None else activity.since
             if call != ENDED:
-                seen = calls.get(call, Seen(steps, steps, 0.0))
-                calls[call] = Seen(seen.first, steps, max(seen.seconds, time.monotonic() - since))
+                longest = self.seconds.get(call, 0.0)
+                self.seconds[call] = max(longest, time.monotonic() - since)
 
 
 @dataclass(slots=True)
@@ -147,8 +143,10 @@ class Struck:
 class _UnderFaults:
     """A run whose faults strike one after the other; the command is given until it succeeds."""
 
-    def __init__(self, case: Case, disk: Disk, settings: list[str]) -> None:
-        self.case, self.disk = case, disk
+    def __init__(
+        self, case: Case, disk: Disk, seconds: dict[str, float], settings: list[str]
+    ) -> None:
+        self.case, self.disk, self.seconds = case, disk, seconds
         self.args = [*settings, *case.overrides]
         self.left = list(case.faults)
         self.struck: list[Struck] = []
@@ -222,7 +220,7 @@ class _UnderFaults:
         self._since.setdefault(fault, steps)
         if not fault.is_due(steps, self._since[fault], attempt.call(fault.rank)):
             return
-        time.sleep(fault.delay_s)
+        time.sleep(fault.delay * self.seconds.get(fault.call, 0.0))
         call, activity = attempt.call(fault.rank), attempt.activity(fault.rank)
         if attempt.process.exitcode is not None:
             return
