@@ -11,7 +11,7 @@ import pytest
 from chaos.cases import CALLS, Kind, draw, num_ranks
 from chaos.summary import summary
 
-SEEDS = [0, 10, 20, 30]
+SEEDS = [30, 40, 110]
 
 
 def test_a_seed_draws_the_same_faults_each_time() -> None:
