@@ -13,8 +13,9 @@ from random import Random
 STEPS, SAVE_EVERY, RESTARTS = 6, 2, 9
 HANG_FLOOR_S = 5
 STARTS, ENDED = "start", "ended"
-"""The calls of a rank that has no record yet, and of one that has died or is over."""
+"""The calls of a rank that has no record yet, and of one that has ended."""
 PASSED = 2
+"""Steps after which a fault strikes, though its moment was not seen."""
 MOST = 2, 5
 """Faults that a case has at least and at most."""
 
@@ -77,7 +78,6 @@ WEIGHTS = {
 }  # fmt: skip
 """How often each is drawn: one that takes long is rare."""
 
-
 CALLS = {
     STARTS: (0, 0), "listen": (0, 0), "setup": (0, 0), "begin": (0, 0), "": (0, STEPS),
     "enter": (0, STEPS), "advance": (0, STEPS), "infer": (0, STEPS - 1), "compute": (0, STEPS - 1),
@@ -110,7 +110,7 @@ class Fault:
         """Whether the rank, which is in `call`, is where the fault is to strike.
 
         A short call may be passed unseen: `PASSED` steps later than the moment, or than `since`,
-        when the fault was the next one, it strikes wherever the rank is.
+        when the run was first looked at, it strikes wherever the rank is.
         """
         is_passed = steps >= max(self.step, since) + PASSED
         return steps >= self.step and (call == self.call or is_passed)

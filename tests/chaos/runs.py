@@ -26,7 +26,7 @@ from chaos.cases import (
     Kind,
     draw,
     num_ranks,
-)  # fmt: skip
+)
 from chaos.strikes import Damage, Disk, damage, is_stopped, strike
 from resumed_runs import WHEN_MADE, check_same, lines
 from whole_runs import REPLAYED, TINY, USER_REWARDS
@@ -34,7 +34,7 @@ from whole_runs import REPLAYED, TINY, USER_REWARDS
 from hybridrl.telemetry.records import read_lines
 
 BOUND_S = 150.0
-"""Within so many seconds every process of the command must have ended by itself."""
+"""Within so many seconds every process of the command must have ended by itself; it takes 5."""
 WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted", "plan/")
 """Metrics that time or a death decides; the samples themselves are those of the undisturbed run."""
 
@@ -91,7 +91,7 @@ class Runs:
                 under.wrong += differences(whole, disk.run_dir, case, self.folder)
             if left := _temporary() - temporary:
                 under.wrong.append(f"left in the temporary folder: {', '.join(sorted(left))}")
-            if under.wrong and self.keep:
+            if under.wrong and self.keep and disk.run_dir.exists():
                 shutil.copytree(disk.run_dir, self.keep / f"{seed}", dirs_exist_ok=True)
             line = self._line(case, under, time.monotonic() - begun)
         finally:
@@ -209,22 +209,26 @@ class _UnderFaults:
         return sum(x["kind"] == "restart" for x in read_lines(file)) if file.exists() else 0
 
     def _look(self, attempt: Attempt, here: list[Struck]) -> None:
-        """Strike the next fault if it is due, within this process of the command.
+        """Strike a fault that is due, if there is one, within this process of the command.
 
         Nothing strikes whoever is to end a stopped rank, nor a driver that has been killed.
         """
         over = not self.left or any(struck.fault.kind in ENDS_DRIVER for struck in here)
         if over or any(map(is_stopped, self._stopped)):
             return
-        fault, steps = self.left[0], attempt.records.steps()
-        self._since.setdefault(fault, steps)
-        if not fault.is_due(steps, self._since[fault], attempt.call(fault.rank)):
-            return
+        steps = attempt.records.steps()
+        for fault in self.left:
+            since = self._since.setdefault(fault, steps)
+            if fault.is_due(steps, since, attempt.call(fault.rank)):
+                return self._strike(fault, attempt, here, steps)
+
+    def _strike(self, fault: Fault, attempt: Attempt, here: list[Struck], steps: int) -> None:
+        """Strike, once the part of the call's time that the fault has drawn is over."""
         time.sleep(fault.delay * self.seconds.get(fault.call, 0.0))
         call, activity = attempt.call(fault.rank), attempt.activity(fault.rank)
         if attempt.process.exitcode is not None:
             return
-        self.left.pop(0)
+        self.left.remove(fault)
         if hit := strike(fault, attempt.process.pid, self.disk):
             here.append(Struck(fault, hit, call, str(activity or call), steps))
             if fault.kind is Kind.STOP_RANK and activity is not None:

@@ -15,7 +15,7 @@ from chaos.cases import Fault, Kind
 from hybridrl.checkpoint import folder
 from hybridrl.system import activity
 
-DISK_MB = 48
+DISK_MB = 48  # a run takes 5
 STOPPED_S = 3.0
 _NEW_NAMESPACE, _SPARE_BYTES = 0x00020000, 300_000
 
@@ -109,8 +109,9 @@ class Damage:
 
 
 def damage(fault: Fault, run_dir: Path) -> Damage | None:
-    """Damage a file that the run resumes from, if there is one: of its newest checkpoint, or a
-    record.
+    """Damage a file that the run resumes from: of its newest checkpoint, or a record.
+
+    Gives None where there is none.
     """
     points, _ = folder.search(run_dir)
     if fault.kind is Kind.TEAR_RECORD:
