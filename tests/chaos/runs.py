@@ -204,7 +204,7 @@ class _UnderFaults:
 
     @property
     def restarted(self) -> int:
-        """The restarts within the run that its records have."""
+        """The restarts within the run that its last records have."""
         file = self.disk.run_dir / "events.jsonl"
         return sum(x["kind"] == "restart" for x in read_lines(file)) if file.exists() else 0
 

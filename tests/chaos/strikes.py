@@ -15,7 +15,7 @@ from chaos.cases import Fault, Kind
 from hybridrl.checkpoint import folder
 from hybridrl.system import activity
 
-DISK_MB = 48  # a run takes 5
+DISK_MB = 48  # a run takes 3
 STOPPED_S = 3.0
 _NEW_NAMESPACE, _SPARE_BYTES = 0x00020000, 300_000
 

@@ -27,8 +27,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     calls = Counter(fault["call"] or "none" for fault in struck)
     parts = [
         f"{len(lines)} runs under {len(struck)} faults ({drawn - len(struck)} more were drawn for "
-        f"moments that did not come), with {restarts} restarts within them, and the command given "
-        f"again {again} times:",
+        f"moments that did not come, or hit nothing). Their last records have {restarts} restarts; "
+        f"the command was given again {again} times.",
         "\n".join(rows),
         f"Runs by schedule and recipe: {_counts(settings)}.",
         f"The call that the drawn rank was in: {_counts(calls)}.",

@@ -34,7 +34,7 @@ def test_what_was_tried_is_counted() -> None:
     lines = [line | {"ends": [1, 2], "wrong": wrong} for wrong in ([], ["differs"])]
     text = summary(lines)
     assert text.startswith("2 runs under 4 faults (2 more were drawn for moments that did not come")
-    assert "with 2 restarts within them, and the command given again 2 times" in text
+    assert "have 2 restarts; the command was given again 2 times." in text
     assert "| a rank is killed | 2 | 2 | 1 |" in text
     assert "| the driver is killed | 0 | 0 | 0 |" in text
     assert text.endswith("The call that the drawn rank was in: update 2, none 2.")
