@@ -75,6 +75,9 @@ test-long: $(BIN)/.dev  ## those that take most of a second of CPU time or more
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
 	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" $(call MARKED,layouts)  # each has up to four ranks
 
+test-chaos: $(BIN)/.dev  ## faults at random moments of whole runs, as root: hours; goes on from .cache/chaos.jsonl
+	PYTHONPATH=tests $(BIN)/python -m chaos .cache/chaos.jsonl $(ARGS)
+
 test-pages: $(BIN)/.dev  ## the report and `hybridrl watch` in a browser, which scripts/install_browser.sh installs
 	$(PYTEST) -q $(PARALLEL) -n 2 -m browser tests/telemetry
 

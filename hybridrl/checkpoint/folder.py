@@ -2,7 +2,7 @@
 
 A checkpoint is a Hugging Face directory with `resume/` in it: the ranks' files
 (`checkpoint.distributed`), and `state.json`, the driver's state. It lists these files with sizes
-and checksums (zlib's CRC-32).
+and checksums (zlib's CRC-32), and has one of what is in itself.
 
 Invariant: a folder under its own name is complete. It is written under a hidden name
 (`.step_000010.new`), and renamed when it is complete; an earlier folder stays until then.
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 RESUME, STATE, FORMAT = "resume", "state.json", 1
 
 _SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
+_STATE_SUM = "sum"  # of all else in STATE; earlier versions wrote none
 _WRITTEN = ".written_"  # a rank's mark that its files are there, until `seal`
 _READ_BYTES = 2**24
 _AT_WORKING_DIR, _EXCHANGE = -100, 2  # of renameat2(2)
@@ -101,8 +102,9 @@ def seal(path: Path, state: Mapping[str, Any]) -> None:
         note.unlink()
     files = sorted(file for file in resume.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(resume)): file.stat().st_size for file in files}
+    state = {**state, "format": FORMAT, "files": sizes, "sums": sums}
     with (resume / STATE).open("w") as file:
-        json.dump({**state, "format": FORMAT, "files": sizes, "sums": sums}, file)
+        json.dump({**state, _STATE_SUM: _sum_of(state)}, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -199,7 +201,10 @@ def read(folder: Path) -> Point:
 
 
 def changed(point: Point) -> str:
-    """An error about the first of the ranks' files with changed bytes, or ""; reads all files."""
+    """An error about the first of the files with changed bytes, or ""; reads all files."""
+    state = {key: value for key, value in point.state.items() if key != _STATE_SUM}
+    if point.state.get(_STATE_SUM, wanted := _sum_of(state)) != wanted:
+        return f"{point.tensors / STATE}: not what was written"
     sums: dict[str, int] = point.state["sums"]
     with ThreadPoolExecutor() as threads, logged(logger, f"check of {point.tensors}"):
         actual_sums = threads.map(_sum, [point.tensors / name for name in sums])
@@ -261,6 +266,11 @@ def _folders(run_dir: Path) -> Iterator[Path]:
 def _step_of(folder: Path) -> int | None:
     match = re.fullmatch(r"step_(\d+)", folder.name)
     return int(match[1]) if match else None
+
+
+def _sum_of(state: Mapping[str, Any]) -> int:
+    """The checksum of the driver's state, whose text is the same once it has been read."""
+    return zlib.crc32(json.dumps(state).encode())
 
 
 def _sum(file: Path) -> int:

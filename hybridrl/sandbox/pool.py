@@ -250,7 +250,7 @@ class SandboxPool(ABC, Generic[AnyTask]):
             if process.connection.poll():
                 continue
             if not process.ready and time.monotonic() > process.start_deadline:
-                self._start_anew(process)
+                self._start_anew(process, is_late=True)
             elif process.ready and process.hangs(self.step_s):
                 self._replace(process, "timeout", self.late)
 
@@ -353,12 +353,16 @@ class SandboxPool(ABC, Generic[AnyTask]):
         for task in guilty:
             self._fail(task, kind, error, patience)
 
-    def _start_anew(self, process: SandboxProcess) -> None:
-        """Replace a process that has ended before it was ready, if others were: it was killed."""
+    def _start_anew(self, process: SandboxProcess, is_late: bool = False) -> None:
+        """Replace a process that has ended before it was ready, if it was killed from outside.
+
+        So it was where others were ready, or where SIGKILL ended it.
+        """
         self._bad_starts += 1
-        if not self._ready.is_set() or self._bad_starts > PATIENCE:
+        ended = process.kill()
+        was_killed = self._ready.is_set() or (ended == signal.SIGKILL.name and not is_late)
+        if not was_killed or self._bad_starts > PATIENCE:
             raise process.no_start()
-        process.kill()
         self._start_again(process)
 
     def _start_again(self, process: SandboxProcess) -> None:

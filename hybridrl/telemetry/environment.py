@@ -128,11 +128,15 @@ def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _git(place: Path, *command: str) -> str:
-    """The output of git; empty where there is no git, no repository, or no answer."""
+    """The output of git; empty where there is no git, no repository, or no answer.
+
+    It only reads: a lock of the index would fail what the user does there, for good after a kill.
+    """
+    reads = ["--no-optional-locks", "-c", "diff.autoRefreshIndex=false"]
     try:
         done = subprocess.run(
-            ["git", "-C", str(place), *command], capture_output=True, timeout=_GIT_S, check=True,
-            text=True, errors="replace",
+            ["git", *reads, "-C", str(place), *command], capture_output=True, timeout=_GIT_S,
+            check=True, text=True, errors="replace",
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""

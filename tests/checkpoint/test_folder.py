@@ -102,6 +102,18 @@ def test_other_bytes_are_found(tmp_path: Path) -> None:
     )
 
 
+def test_another_digit_in_the_state_is_found(tmp_path: Path) -> None:
+    """What is still a state; one of an earlier version has no checksum, and is taken."""
+    publish(tmp_path / "final", step=6)
+    file = tmp_path / "final" / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"prompts": state["prompts"] + 1}))
+    assert folder.changed(folder.read(tmp_path / "final")) == f"{file}: not what was written"
+    del state["sum"]
+    file.write_text(json.dumps(state))
+    assert folder.changed(folder.read(tmp_path / "final")) == ""
+
+
 @pytest.mark.parametrize(
     ("back", "left"),
     [

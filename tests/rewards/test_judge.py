@@ -244,6 +244,22 @@ def test_a_function_that_cannot_be_had_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    """Also the first one."""
+    (tmp_path / "killed.py").write_text(
+        "import os, pathlib, signal\n"
+        "file = pathlib.Path(__file__).with_name('was_killed')\n"
+        "if not file.exists():\n"
+        "    file.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(prompt, response, answer, item):\n"
+        "    return 1.0\n"
+    )
+    function = f"{tmp_path}/killed.py:f"
+    validate_reward(RewardConfig(kind=RewardKind.function, function=function))
+    assert (tmp_path / "was_killed").exists()
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [

@@ -1,6 +1,7 @@
 """environment.json: what a run was made from, and never a secret."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -63,6 +64,18 @@ def test_a_run_can_be_made_again_from_what_is_recorded(
     git(repository, "checkout", "-q", ".")
     git(repository, "apply", str(run_dir / source["patch"]))
     assert (repository / "recipe.py").read_text() == "lr = 2\n"
+
+
+def test_the_index_of_git_is_left_alone(repository: Path, tmp_path: Path) -> None:
+    """A lock of it fails a commit of the user's at that moment, and stays where git is killed."""
+    git(repository, "checkout", "-q", ".")
+    os.utime(repository / "recipe.py", (0, 0))  # git would note that its bytes are the same
+    index = (repository / ".git" / "index").read_bytes()
+    with Telemetry(tmp_path / "run", QUIET, 1):
+        pass
+    assert (repository / ".git" / "index").read_bytes() == index
+    record = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert record["repositories"][0]["patch"] is None
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(repository: Path, tmp_path: Path) -> None:

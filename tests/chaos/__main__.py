@@ -1,0 +1,80 @@
+"""Runs that faults strike at random moments, and what must hold afterwards.
+
+    PYTHONPATH=tests python -m chaos FILE [--seeds N ...] [--minutes N] [--write]
+
+Each case is a line of JSON that is appended to FILE; a later call goes on with the seeds that FILE
+lacks. `make test-chaos` calls it. Network namespaces, Ray and vLLM are left out. Needs root.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from chaos.attempts import start_server
+from chaos.strikes import own_mounts
+from chaos.summary import write
+
+from hybridrl.telemetry.records import read_lines
+
+CASES = 300
+"""The seeds of a whole call, from 0 on."""
+
+
+def main() -> None:
+    """Parse and run; exits with 1 where something did not hold."""
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="a line of JSON a case")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(CASES), metavar="N")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--keep", type=Path, help="for runs with which something is wrong")
+    parser.add_argument("--write", action="store_true", help="the counts into docs/checkpoints.md")
+    args = parser.parse_args()
+    own_mounts()
+    done = {line["seed"] for line in read_lines(args.file)} if args.file.exists() else set()
+    end, wrong = time.monotonic() + 60 * args.minutes, False
+    folder = temporary_folder()
+    start_server()
+    from chaos.runs import Runs  # while the server imports, too
+
+    runs = Runs(folder, args.keep)
+    for seed in [seed for seed in args.seeds if seed not in done]:
+        if time.monotonic() > end:
+            break
+        line = runs.run(seed)
+        wrong |= bool(line["wrong"])
+        with args.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(shown(line), flush=True)
+    if args.write:
+        write(read_lines(args.file))
+    sys.exit(wrong)
+
+
+def shown(line: dict[str, Any]) -> str:
+    """A case in a line for people."""
+    struck = [
+        f"{x['fault']} {x['hit']}, rank {x['rank']} in {x['activity']}" for x in line["struck"]
+    ]
+    codes = [end["code"] for end in line["ends"]]
+    head = f"{line['seed']} {line['setting']} x{line['restarts']} {line['seconds']} s {codes}"
+    return "\n   ".join([head, *struck, *line["wrong"]])
+
+
+def temporary_folder() -> Path:
+    """A folder for all runs, removed when this process ends; below it all temporary files are."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos"))
+    Finalize(None, shutil.rmtree, [folder], exitpriority=-200)  # multiprocessing's own has -100
+    (folder / "t").mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "t")
+    return folder
+
+
+if __name__ == "__main__":
+    main()
