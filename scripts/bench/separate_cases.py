@@ -49,6 +49,7 @@ class Case:
     `costs` is a roofline's text, `wall_s` the wall time of a step of the quickest side, and
     `splits` are the numbers of instances that may have ranks of their own. With `rare` one group in
     `RARE` is `TIMES` as long. `turns` makes the responses conversations, as `cluster.turns` has it.
+    The best split is that of at least `split_steps` planned steps: with few, chance chooses.
     """
 
     name: str
@@ -64,8 +65,9 @@ class Case:
     turns: str | None = None
     sides: tuple[str, ...] = tuple(SIDES)
     steps: int = 6
-    wall_s: float = 3.0
+    wall_s: float = 6.0
     splits: tuple[int, ...]
+    split_steps: int = 20
 
     def settings(self, folder: Path) -> tuple[str, ...]:
         """The settings that all sides share. An instance makes at least 32 calls for a response.
@@ -127,7 +129,12 @@ CASES = (
         group=16,
         limit=2048,
         lengths="lognormal:median=400,sigma=0.99,max=2048,alike=0.5",
-        splits=tuple(range(1, 8)),
+        sides=(
+            *SHARED, "periodic", "one_step", "flight_1", "flight_2",
+            "complete_1", "complete_2", "complete_4", "complete_2_free",
+        ),  # fmt: skip
+        splits=(3, 4, 5, 6),
+        split_steps=4,
         # The driver takes a fifth of a millisecond a sample, and here are four times as many.
         steps=3,
         wall_s=8.0,
@@ -139,12 +146,15 @@ CASES = (
         # Planning takes minutes: calls end with turns.
         sides=("serial", "partial", "one_step", "flight_1", "flight_2", "flight_4"),
         splits=(5, 6, 7),
+        split_steps=1,
     ),
     replace(
         _7b_32("7b_32_rare", "gpu:model=7b"),
         lengths="lognormal:median=400,sigma=0.4,max=1024,alike=0.5",
         rare=True,
+        sides=("serial", "partial", "flight_1", "flight_4", "complete_1", "complete_4"),
         steps=30,
+        split_steps=40,
     ),
     Case(
         name="7b_256",
@@ -158,6 +168,7 @@ CASES = (
         steps=4,
         wall_s=12.0,
         splits=(40, 48, 56),
+        split_steps=5,
     ),
     # Steps of 100 s on 1,024 GPUs: what the driver adds.
     Case(

@@ -113,7 +113,7 @@ class CaseRuns:
         if alike not in self._splits:
             size, seconds = self.case.instance, dict[int, float]()
             for instances in self.case.splits:
-                config = self._config(side, instances * size, counted=1)
+                config = self._config(side, instances * size, self.case.split_steps)
                 seconds[instances * size] = self._replayed(config).step_s
             self._splits[alike] = min(seconds, key=lambda ranks: seconds[ranks])
         return self._splits[alike]

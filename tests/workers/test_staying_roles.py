@@ -105,4 +105,4 @@ def test_the_cache_has_what_the_roles_leave() -> None:
     ):
         memory = device_memory_left(cast(EngineParts, parts))
     assert memory.left == 60 * GIB - 10 * GIB - 2 * GIB - device_margin(TOTAL)
-    assert "10.0 GiB what training will keep" in memory.explanation
+    assert "10.0 GiB what training and images will take" in memory.explanation
