@@ -95,7 +95,7 @@ NEVER |= {"partial": ("push", "compute"), "async": ("enter", "infer")}
 class Fault:
     """A fault, and its moment: after `step` steps, when `rank` is in `call`, a while later.
 
-    `delay` in [0, 1) is the part of the seconds that such a call takes at most. `part` in [0, 1)
+    `delay` in [0, 1) is the part of the seconds that such a call takes at most. `share` in [0, 1)
     draws what else there is to draw: a file and a byte of it, bytes left free.
     """
 
@@ -104,7 +104,7 @@ class Fault:
     call: str
     step: int
     delay: float
-    part: float
+    share: float
 
     def is_due(self, steps: int, since: int, call: str) -> bool:
         """Whether the rank, which is in `call`, is where the fault is to strike.

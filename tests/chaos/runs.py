@@ -240,7 +240,8 @@ def _codes(kinds: set[Kind], case: Case, refused: bool) -> set[int]:
     codes = {2} if refused else {0}
     if kinds & {*ENDS_DRIVER}:
         codes |= {-9}
-    if kinds & {*OF_RANKS} and not case.restarts:
+    ends = not case.restarts or Kind.TERMINATE in kinds  # no rank starts anew once a run is to end
+    if kinds & {*OF_RANKS} and ends:
         codes |= {1}
     if kinds & {*OF_DISK}:
         codes |= {1, 2}
@@ -274,11 +275,11 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
 
 def _differing(whole: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
     """The keys of metrics that differ, in words."""
-    found = [f"{len(whole)} and {len(others)} lines"] * (len(whole) != len(others))
+    lines = [f"{len(whole)} and {len(others)} lines"] * (len(whole) != len(others))
     for one, other in zip(whole, others, strict=False):
         keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        found += [f"step {one['step']} {key}: {one.get(key)}, {other.get(key)}" for key in keys]
-    return ", ".join(found[:20])
+        lines += [f"step {one['step']} {key}: {one.get(key)}, {other.get(key)}" for key in keys]
+    return ", ".join(lines[:20])
 
 
 def _hidden(folder: Path) -> set[str]:

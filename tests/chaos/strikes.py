@@ -75,14 +75,14 @@ def strike(fault: Fault, driver: int, disk: Disk) -> str:
     """
     kind, run_dir = fault.kind, disk.run_dir
     if kind is Kind.FULL_DISK:
-        disk.fill(spare := int(fault.part * _SPARE_BYTES))
+        disk.fill(spare := int(fault.share * _SPARE_BYTES))
         return f"{spare} bytes are free"
     if kind is Kind.READ_ONLY:
         disk.make_read_only()
         return str(run_dir.name)
     if kind is Kind.KILL_SANDBOX:
         pids = sandboxes(driver, run_dir)
-        return _signal(pids[int(fault.part * len(pids))], signal.SIGKILL) if pids else ""
+        return _signal(pids[int(fault.share * len(pids))], signal.SIGKILL) if pids else ""
     if kind in (Kind.KILL_RANK, Kind.STOP_RANK):
         rank = activity.read(activity.file_of(run_dir, fault.rank))
         number = signal.SIGKILL if kind is Kind.KILL_RANK else signal.SIGSTOP
@@ -121,15 +121,15 @@ def damage(fault: Fault, run_dir: Path) -> Damage | None:
         files = sorted(x for x in points[0].tensors.rglob("*") if x.is_file()) if points else []
     if not files:
         return None
-    place = fault.part * len(files)
-    file, part = files[int(place)], place % 1
+    place = fault.share * len(files)
+    file, share = files[int(place)], place % 1
     before = file.read_bytes()
-    data, at = bytearray(before), int(part * len(before))
+    data, at = bytearray(before), int(share * len(before))
     if fault.kind is Kind.TEAR_RECORD:  # a line that came after the checkpoint, as each write is
         start = data.rindex(b"\n", 0, -1) + 1 if data.count(b"\n") > 1 else 0
-        at = start + int(part * (len(data) - start))
+        at = start + int(share * (len(data) - start))
     if fault.kind is Kind.FLIP_BIT:
-        data[at] ^= 1 << int(part * 1e6) % 8
+        data[at] ^= 1 << int(share * 1e6) % 8
     else:
         del data[at:]
     file.write_bytes(data)

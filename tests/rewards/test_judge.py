@@ -245,7 +245,7 @@ def test_a_function_that_cannot_be_had_is_named(
 
 
 def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    """Also the first one."""
+    """So is the first one."""
     (tmp_path / "killed.py").write_text(
         "import os, pathlib, signal\n"
         "file = pathlib.Path(__file__).with_name('was_killed')\n"

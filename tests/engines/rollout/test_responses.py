@@ -27,19 +27,21 @@ STOPS = StopStrings(text_of, ["ba", "cdc"])
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     """One that has made some tokens already, perhaps in an earlier turn."""
-    made = draw(st.integers(0, 3))
+    num_before = draw(st.integers(0, 3))
     sampling = SamplingParams(
-        made + draw(st.integers(1, 9)),
+        num_before + draw(st.integers(1, 9)),
         stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
         min_new_tokens=draw(st.sampled_from([0, 0, 2])),
         max_turn_tokens=draw(st.sampled_from([0, 0, 3])),
         keeps_ids=draw(st.booleans()),
     )
-    request = Request(0, [1], sampling, 0, response_ids=[0] * made, log_probs=[0.0] * made)
-    request.turn_start = made
-    request.rests_at = draw(st.sampled_from([0, 0, made + 2]))
+    request = Request(
+        0, [1], sampling, 0, response_ids=[0] * num_before, log_probs=[0.0] * num_before
+    )
+    request.turn_start = num_before
+    request.rests_at = draw(st.sampled_from([0, 0, num_before + 2]))
     request.stops = draw(st.sampled_from([None, None, STOPS]))
-    request.kept_ids = KeptIds([0] * made) if sampling.keeps_ids else None
+    request.kept_ids = KeptIds([0] * num_before) if sampling.keeps_ids else None
     return request
 
 
