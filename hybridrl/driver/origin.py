@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind, Vision
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import entry_of
@@ -46,9 +46,15 @@ OF_PUSHES = (
 )  # fmt: skip
 """Settings that stay while a checkpoint has pushed weights, which are in a layout."""
 
+OF_SWITCHES = "rollout.layout.bucket_mb", "rollout.layout.grouping"
+"""Those of them that no push asks for: earlier versions took values without effect."""
+
 FORMER_ONLY_CHOICE = {
-    f"{role}.optim.name": OptimName.adamw.value
-    for role in ("trainer", "warm_start", *VALUE_MODELS.values())
+    **{
+        f"{role}.optim.name": OptimName.adamw.value
+        for role in ("trainer", "warm_start", *VALUE_MODELS.values())
+    },
+    "model.vision": Vision.frozen.value,
 }
 """Settings of checkpoints that are older than the choice."""
 
@@ -215,7 +221,7 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
     before, now = stored_settings(point, now), REMOVED_KEYS | dict(now)
     if point.state.get("pushed"):
-        for key in filter(before.__contains__, now):
+        for key in (key for key in now if key in before and key not in OF_SWITCHES):
             if key.startswith(OF_PUSHES) and now[key] != before[key]:
                 allowed = f"{before[key]}: samples of {point.folder} go on with older weights"
                 raise ConfigError(key, now[key], f"{allowed}, which were pushed in this layout")

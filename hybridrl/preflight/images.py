@@ -17,13 +17,18 @@ def most_pads(shape: "PretrainedConfig", items: Iterable[Item]) -> int:
     return max((x.prompt_ids.count(shape.image_pads[0]) for x in items if x.images), default=0)
 
 
-def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:
-    """Raise for what cannot be done where a prompt has images, or where none has any."""
+def check_images(
+    config: Config, graph: Graph, trained: Iterable[Item], items: Iterable[Item]
+) -> None:
+    """Raise for what cannot be done where one of `items`, of the run's prompts, has images.
+
+    Also where a tower is to train, and no `trained` prompt has any.
+    """
     item = next((item for item in items if item.images), None)
     trains = config.model.vision is Vision.train
+    if trains and not any(one.images for one in trained):
+        raise ConfigError("model.vision", "train", "frozen: no prompt that trains has an image")
     if item is None:
-        if trains:
-            raise ConfigError("model.vision", "train", "frozen: no prompt of the run has an image")
         return
     why = f"prompts have images ({item.source}, {item.place})"
     if not config.rollout.features.reads_images:

@@ -196,7 +196,7 @@ class _UnderFaults:
             wrong.append(f"exit code {code}, wanted one of {sorted(allowed)}")
         if "Traceback" in attempt.said:
             wrong.append("a traceback")
-        elif code == 1 and not said[-1].startswith("hybridrl: "):
+        elif code in (1, 2) and not said[-1].startswith("hybridrl: "):
             wrong.append("no line says why")
         wrong += [f"left behind: {line}" for line in left_behind()]
         if wrong:

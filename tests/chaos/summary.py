@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chaos.cases import Kind
+from chaos.cases import NOTHING, OF_FILES, Kind
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- chaos: tests/chaos writes this -->", "<!-- end of chaos -->"
@@ -13,6 +13,7 @@ BEGIN, END = "<!-- chaos: tests/chaos writes this -->", "<!-- end of chaos -->"
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """Counts of faults, by kind and by the calls that ranks were in, and what did not hold."""
+    lines = [line | {"struck": [_of(fault) for fault in line["struck"]]} for line in lines]
     struck = [fault for line in lines for fault in line["struck"]]
     drawn = sum(len(line["faults"]) for line in lines)
     kinds = Counter(fault["fault"] for fault in struck)
@@ -27,13 +28,20 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     calls = Counter(fault["call"] or "none" for fault in struck)
     parts = [
         f"{len(lines)} runs under {len(struck)} faults ({drawn - len(struck)} more were drawn for "
-        f"moments that did not come, or hit nothing). Their last records have {restarts} restarts; "
+        f"moments that did not come). Their last records have {restarts} restarts; "
         f"the command was given again {again} times.",
         "\n".join(rows),
         f"Runs by schedule and recipe: {_counts(settings)}.",
         f"The call that the drawn rank was in: {_counts(calls)}.",
     ]
     return "\n\n".join(parts)
+
+
+def _of(fault: dict[str, Any]) -> dict[str, Any]:
+    """The fault as what it was: where there is no file to damage, the driver is killed alone."""
+    names = {kind.name for kind in OF_FILES}
+    alone = fault["fault"] in names and fault["hit"] == NOTHING
+    return fault | {"fault": Kind.KILL_DRIVER.name} if alone else fault
 
 
 def _counts(counter: Counter[str]) -> str:

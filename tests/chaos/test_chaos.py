@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from chaos.cases import CALLS, Kind, draw, num_ranks
+from chaos.cases import CALLS, NOTHING, Kind, draw, num_ranks
 from chaos.summary import summary
 
 SEEDS = [30, 40, 110]
@@ -29,14 +29,18 @@ def test_a_seed_draws_the_same_faults_each_time() -> None:
 
 
 def test_what_was_tried_is_counted() -> None:
-    faults = [{"fault": "KILL_RANK", "call": "update"}, {"fault": "FLIP_BIT", "call": ""}]
+    faults = [
+        {"fault": "KILL_RANK", "hit": "process 1", "call": "update"},
+        {"fault": "FLIP_BIT", "hit": NOTHING, "call": ""},
+    ]
     line = {"setting": "serial-ppo", "faults": [1, 2, 3], "struck": faults, "restarted": 1}
     lines = [line | {"ends": [1, 2], "wrong": wrong} for wrong in ([], ["differs"])]
     text = summary(lines)
     assert text.startswith("2 runs under 4 faults (2 more were drawn for moments that did not come")
     assert "have 2 restarts; the command was given again 2 times." in text
     assert "| a rank is killed | 2 | 2 | 1 |" in text
-    assert "| the driver is killed | 0 | 0 | 0 |" in text
+    assert "| the driver is killed | 2 | 2 | 1 |" in text
+    assert "a bit of such a file flipped | 0 | 0 | 0 |" in text
     assert text.endswith("The call that the drawn rank was in: update 2, none 2.")
 
 
@@ -44,7 +48,7 @@ def test_what_was_tried_is_counted() -> None:
 def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
     tmp_path: Path,
 ) -> None:
-    """Two of these seeds have each kind of fault; `make test-chaos` has more."""
+    """`make test-chaos` has more seeds: other schedules and recipes, and the other kinds."""
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("file systems cannot be mounted here, to be full or read-only")
     file = tmp_path / "chaos.jsonl"

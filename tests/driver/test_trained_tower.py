@@ -77,7 +77,7 @@ def test_a_reference_has_the_tower_of_its_weights(
     ("override", "message"),
     [
         ("actor.lora.rank=4", r"^actor.lora.rank=4: wanted 0 with model.vision=train"),
-        ("data=spell_backward", r"^model.vision=train: wanted frozen: no prompt of the run has"),
+        ("data=spell_backward", r"^model.vision=train: wanted frozen: no prompt that trains has"),
         ("model=tiny", r"^model.vision=train: wanted frozen: model type qwen3 has no image tower"),
         ("trainer.layout.tp=2", r"^trainer.layout.tp=2: wanted 1: prompts have images"),
         ("trainer.layout.pp=2", r"^trainer.layout.pp=2: wanted 1 \(transformers has no"),
