@@ -47,7 +47,7 @@ OF_PUSHES = (
 """Settings that stay while a checkpoint has pushed weights, which are in a layout."""
 
 OF_SWITCHES = "rollout.layout.bucket_mb", "rollout.layout.grouping"
-"""Those of them that no push asks for: earlier versions took values without effect."""
+"""No push asks for these, of which earlier versions took values without effect."""
 
 FORMER_ONLY_CHOICE = {
     **{
