@@ -28,10 +28,9 @@ def serve(args: list[str]) -> None:
         from hybridrl.serving.start import serving
     line = None
     try:
-        with serving(args) as server:
+        with serving(args) as server, suppress(KeyboardInterrupt):  # this is how it ends
             print("\n".join(server.lines()), flush=True)
-            with suppress(KeyboardInterrupt):  # this is how it ends
-                line = server.failure.result()
+            line = server.failure.result()
     except RUN_ERRORS as error:
         fail(str(error), 1)
     if line is not None:
