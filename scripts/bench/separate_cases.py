@@ -130,9 +130,16 @@ CASES = (
         limit=2048,
         lengths="lognormal:median=400,sigma=0.99,max=2048,alike=0.5",
         sides=(
-            *SHARED, "periodic", "one_step", "flight_1", "flight_2",
-            "complete_1", "complete_2", "complete_4", "complete_2_free",
-        ),  # fmt: skip
+            *SHARED,
+            "periodic",
+            "one_step",
+            "flight_1",
+            "flight_2",
+            "complete_1",
+            "complete_2",
+            "complete_4",
+            "complete_2_free",
+        ),
         splits=(3, 4, 5, 6),
         split_steps=4,
         # The driver takes a fifth of a millisecond a sample, and here are four times as many.
