@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE, Unigram, WordPiece
@@ -176,6 +176,7 @@ def test_what_cannot_close_a_text_need_not_be_decoded(
     text = tokenizer.decode(ids, skip_special_tokens=False) or "a"
     start = data.draw(st.integers(0, len(text) - 1))
     texts = [text[start : start + data.draw(st.integers(1, 6))]]
+    assume("#" not in texts[0])  # which the first token of a tail keeps, wherever the tail begins
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     stops = StopStrings(decode, texts)
     ended = partial(stops.ended, min_tokens=data.draw(st.sampled_from([0, 0, 1, 3])))
