@@ -60,7 +60,8 @@ def meta_model(
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(copy.deepcopy(config), **settings)
-    attach_tower(model)
+    if not classifier:  # critics and the like have no tower
+        attach_tower(model)
     return model
 
 

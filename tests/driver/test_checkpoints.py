@@ -350,6 +350,19 @@ def test_layouts_stay_while_samples_go_on_with_pushed_weights(
     assert find_origin(config("schedule=one_step", *ALONE, "trainer.layout.tp=2")).point is not None
 
 
+def test_a_former_setting_of_the_switch_does_not_bind_pushed_weights(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Earlier versions took it beside ranks that generate alone, where it had no effect."""
+    path = publish(tmp_path / "run" / "final", 6, "schedule=one_step", *ALONE, pushed=[5])
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    state["settings"]["rollout.layout.bucket_mb"] = 64
+    del state["sum"]
+    file.write_text(json.dumps(state))
+    assert find_origin(config("schedule=one_step", *ALONE)).point is not None
+
+
 def test_periodic_and_serial_go_on_from_each_other(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from image_checkpoints import open_whole
 from resumed_runs import check_same, ended
 
 from hybridrl.config import ConfigError
+from hybridrl.preflight.images import check_images
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -97,3 +100,14 @@ def test_what_is_refused_before_a_process_starts(
     with pytest.raises(ConfigError, match=message) as caught:
         prepare(make_config(*settings))
     assert "\n" not in str(caught.value)
+
+
+def test_images_of_an_evaluation_alone_train_no_tower(
+    make_config: Callable[..., Any], tiny_run: list[str]
+) -> None:
+    config = make_config(*tiny_run, *SMALL)
+    graph = build_recipe(config.recipe)
+    items = [SimpleNamespace(images=images, source="s", place="row 1") for images in ((), (b"",))]
+    check_images(config, graph, items, items)
+    with pytest.raises(ConfigError, match=r"^model.vision=train: .* no prompt that trains has"):
+        check_images(config, graph, items[:1], items)

@@ -8,8 +8,8 @@ GPUs they go from device to device, where they feed the next step.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,7 @@ class RolloutStage:
             device=device,
             weights=weights,
         )
-        self._tower = self._make_tower(config)
+        self._path: str = config.name_or_path
         pads = getattr(config, "image_pads", ())
         self._pads = [pad for pad in pads if pad < config.vocab_size]
         self._state_shapes = state_shapes(self.model)
@@ -150,17 +150,18 @@ class RolloutStage:
         self._link = StageLink(parallel)
         self._vocab_shards: list[int] | None = None  # rows of each tp rank, where they differ
 
-    def _make_tower(self, config: PretrainedConfig) -> Callable[[], VisionTower]:
-        """Return what gives the tower once an image comes: a frozen one, or the model's."""
+    @cached_property
+    def _tower(self) -> VisionTower:
+        """A frozen tower, or that of the model, once the first image has come."""
         own = tower_in(self.model)
         if own is None:
-            return partial(vision_tower, config.name_or_path, self.dtype, self.device)
-        return cache(lambda: VisionTower(config.name_or_path, self.dtype, self.device, own))
+            return vision_tower(self._path, self.dtype, self.device)
+        return VisionTower(self._path, self.dtype, self.device, own)
 
     def forget_images(self) -> None:
         """Drop the features of images, if the tower's weights change with the model's."""
-        if tower_in(self.model) is not None:
-            self._tower().forget()
+        if "_tower" in vars(self) and tower_in(self.model) is not None:
+            self._tower.forget()
 
     def share_vocabulary(self, model: PreTrainedModel, width: int) -> None:
         """Take the embedding of `model`, of which this one has views, and the cuts of its head.
@@ -370,7 +371,7 @@ class RolloutStage:
         images = inputs.images
         if images is None or not self.parallel.first:
             return {"inputs_embeds": x[None]}
-        features = [self._tower().features(own)[rows] for own, rows in images.parts]
+        features = [self._tower.features(own)[rows] for own, rows in images.parts]
         pads = torch.from_numpy(images.pads).to(x.device)
         return RowImages(pads, torch.cat(features)).inputs(x[None])
 
@@ -378,7 +379,7 @@ class RolloutStage:
         """Where the images of a request's prompt are among its tokens; None without any."""
         if not request.images:
             return None
-        return self._tower().placed(request.prompt_ids, request.images)
+        return self._tower.placed(request.prompt_ids, request.images)
 
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden]: embedded, or from the previous stage."""
