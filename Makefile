@@ -136,8 +136,10 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	@scripts/install.sh .cache/tinker-0.25 "$(PYTHON)" 'tinker==0.25.*'
 	@touch $@
 
-test-tinker: $(BIN)/.dev .cache/tinker/bin/.installed .cache/tinker-0.25/bin/.installed  ## `hybridrl serve` under Tinker's SDK, its first fitting version and the newest
+test-tinker: $(BIN)/.dev .cache/tinker/bin/.installed  ## `hybridrl serve` under the newest of Tinker's SDKs
 	.cache/tinker/bin/python -m pytest -q -m "tinker and not slow" $(call MARKED,tinker)
+
+test-tinker-first: $(BIN)/.dev .cache/tinker-0.25/bin/.installed  ## the same under the first that fits
 	.cache/tinker-0.25/bin/python -m pytest -q -m "tinker and not slow" $(call MARKED,tinker)
 
 test-slow-tinker: $(BIN)/.dev .cache/tinker/bin/.installed  ## tinker-cookbook's recipes, killed and resumed: minutes

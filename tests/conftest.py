@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from breadth import breadth
 
 PLUGINS = ("gloo_ranks", "virtual_executor", "whole_runs")
 pytest.register_assert_rewrite(*PLUGINS)
@@ -28,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nccl-order",
         action="store_true",
         help="hold every run of `ranks` to NCCL's order, see tests/nccl_order.py",
+    )
+    parser.addoption(
+        "--narrow",
+        action="store_true",
+        help="less breadth, see tests/breadth.py",
     )
 
 
@@ -95,11 +101,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.import_plugin(plugin)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: xdist hands files out in the order of their tests."""
+@pytest.hookimpl(trylast=True)  # once `-m` has chosen: the last case is one of those that run
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the breadth where `--narrow` says so; long files first.
+
+    xdist hands files out in the order of their tests.
+    """
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONG_FILES)}
     assert all(file.is_file() for file in order), "LONG_FILES has a file that is gone"
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    if config.getoption("narrow"):
+        left_out = breadth(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -80,6 +80,7 @@ def test_groups_are_trained_as_they_complete(
             assert len({span.version for span in sample.spans if span.trained}) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.vllm
 @pytest.mark.parametrize("weights_come", [FREE, IN_FLIGHT])
 def test_groups_of_vllm_are_trained_as_they_complete(
@@ -91,6 +92,7 @@ def test_groups_of_vllm_are_trained_as_they_complete(
     check_log_probs(run)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("weights_come", [FREE, IN_FLIGHT])
 def test_a_record_is_followed_bit_for_bit(

@@ -300,6 +300,7 @@ def test_weights_of_vllm_change_under_samples(
     assert any(span.recomputed for span in spans) == (kv == "keep")
 
 
+@pytest.mark.wide
 @pytest.mark.vllm
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_weights_of_vllm_change_under_conversations(
@@ -358,6 +359,7 @@ def test_periodic_is_serial_bit_for_bit_whoever_generates(
             check_versions(apart, 0, updates=2)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("layout", ["conversations", "conversations, two instances"])
 def test_conversations_of_periodic_are_those_of_serial(
@@ -515,6 +517,7 @@ def lost_after(run: Any) -> set[bool]:
     return {before.trained for before, span in pairs if span.recomputed}
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("kind", LOST)
 def test_caches_that_were_lost_are_computed_again_where_they_were(
@@ -544,6 +547,7 @@ def test_caches_that_were_lost_are_computed_again_where_they_were(
         assert sum(line["samples/preempted"] for line in again.metrics) == 0
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_rows_of_a_batch_lose_their_caches_and_are_followed(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
@@ -586,6 +590,7 @@ slowed = make_told("slowed", False)
 """
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_a_record_is_followed_bit_for_bit_by_ranks_that_train_too(
@@ -651,6 +656,7 @@ def test_a_record_of_conversations_is_followed_bit_for_bit(
     assert several, "no conversation has tokens of several versions"
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_an_on_policy_record_has_the_episodes_that_have_failed(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path

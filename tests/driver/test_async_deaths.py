@@ -144,6 +144,7 @@ def test_a_rank_that_dies_leaves_its_samples_to_others(
         run_of(train_here, long_tail, tmp_path / "all", *schedule)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_one_that_dies_in_an_evaluation_leaves_it_to_others(
     train_here: Callable[..., Any],

@@ -164,6 +164,7 @@ def test_training_goes_on_under_it(
     assert texts(again / "samples.jsonl", "main")[3] == texts(run / "samples.jsonl", "main")[3]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("ends", [False, True], ids=["under way", "ended"])
 def test_a_step_is_given_up_under_it(

@@ -184,6 +184,7 @@ def test_whatever_is_killed_when_the_resumed_run_has_the_same_weights(
     assert len(losses[0]) == STEPS
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_run_that_follows_is_killed_and_resumed(
     command: Callable[..., Any],

@@ -197,6 +197,7 @@ def test_sparse_pushes_are_full_ones(
         has |= dict.fromkeys(instances, version)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_adapters_instances_have_what_a_switch_makes(

@@ -67,6 +67,7 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
     assert curves[0] == curves[1]
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 def test_ray_starts_below_a_long_tmpdir(
     command: Callable[..., Any], tiny_run: list[str], tmp_path: Path

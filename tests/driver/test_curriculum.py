@@ -54,6 +54,7 @@ def prompts(run: Any) -> dict[int, list[str]]:
     return by_step
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_pools_become_what_the_reward_makes_of_them(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path
@@ -99,6 +100,7 @@ def test_a_recipe_without_a_reward(make_config: Callable[..., Any], tmp_path: Pa
         prepare(config)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_followed_run_chooses_the_same_prompts(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path

@@ -185,6 +185,7 @@ def test_adapters(run_of: Callable[..., Any]) -> None:
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout",
     [
@@ -213,6 +214,7 @@ def test_instances_of_two_stages(run_of: Callable[..., Any]) -> None:
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_run_that_resumes_in_between(
     run_of: Callable[..., Any], train_here: Train, tail: list[str], tmp_path: Path
@@ -352,6 +354,7 @@ def test_other_settings(
     assert reason in (early_settings(config, [[0, 1]], load_config(str(tmp_path))).obstacle or "")
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.usefixtures("command_line_signals")
 def test_sigterm_while_an_instance_trains_early(
@@ -392,6 +395,7 @@ def test_sigterm_while_an_instance_trains_early(
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("recipe", "reason"),

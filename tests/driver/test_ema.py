@@ -31,6 +31,7 @@ def averaged(flow, cfg):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     "more",

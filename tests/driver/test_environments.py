@@ -35,6 +35,7 @@ def settings(tiny_run: list[str]) -> list[str]:
     return [*kept, "reward=environment", *TALKING]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("packed", marks=pytest.mark.slow)])
 def test_every_schedule_trains_on_the_conversations_of_serial(
@@ -150,6 +151,7 @@ def step_of(run: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] == step and line["phase"] == "rl"]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("on_host", [True, False])
 def test_what_conversations_did_is_measured(
@@ -173,6 +175,7 @@ def test_what_conversations_did_is_measured(
     )
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_run_over_the_endpoint_trains_on_the_same(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path

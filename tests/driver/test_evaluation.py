@@ -115,6 +115,7 @@ def test_a_checkpoint_whose_event_is_cut_off_is_listed(tmp_path: Path) -> None:
     assert checkpoints_of(tmp_path, "5,7") == {5: again, 7: final}
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_set_can_be_evaluated_on_every_checkpoint_later(run: Path, settings: list[str]) -> None:
     """A greedy set that the run had as well has the same accuracy from the checkpoints."""

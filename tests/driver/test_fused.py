@@ -88,6 +88,7 @@ def test_forward_passes_run_while_others_generate(run_of: Callable[[str], Any]) 
     assert [overlapped(serial, step) for step in (1, 2, 3)] == [set()] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 def test_under_ray_a_rank_logs_to_its_own_file(run_of: Callable[[str], Any]) -> None:
     """At debug level the calls that it serves, too."""

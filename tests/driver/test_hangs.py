@@ -51,6 +51,7 @@ def test_a_rank_that_is_stopped_ends_the_run_with_one_line(
     assert list(status([str(tmp_path / "run")])) == [f"failed  {tmp_path / 'run'}"]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_generation_rank_that_is_stopped_ends_its_instance_alone(
     command: Callable[..., Any], tiny_run: list[str], tmp_path: Path

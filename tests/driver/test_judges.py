@@ -70,6 +70,7 @@ FEW = ["trainer.steps=2", "eval.sets.main.num_prompts=2", "eval.sets.main.every=
 FUSED = ["schedule=fused", "schedule.migration_threshold=6", "rollout.decode_steps=2"]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_serial_and_fused_train_on_the_same_batch(
     train_here: Callable[..., Any], tiny_run: list[str], judge: Any, tmp_path: Path
@@ -135,6 +136,7 @@ def test_an_async_function_is_known_without_a_setting(
     assert "judge reward starts, called by the driver" in log
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_spent_budget_ends_the_run_which_resumes(
     command: Callable[..., Any],
@@ -169,6 +171,7 @@ def test_a_spent_budget_ends_the_run_which_resumes(
     assert KEY not in out + error + more_out + more_error
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_budget_that_an_evaluation_spends(
     make_config: Callable[..., Any], tiny_run: list[str], tmp_path: Path

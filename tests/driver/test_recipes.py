@@ -40,7 +40,7 @@ NEEDS = {"gigpo": TURNS}
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in FAST else pytest.mark.layouts)
+        pytest.param(name, marks=[pytest.mark.each] + [pytest.mark.layouts] * (name not in FAST))
         for name in [*RECIPES, "rloo recipe.kl_coef=0.05"]
     ],
 )

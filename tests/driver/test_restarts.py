@@ -180,6 +180,7 @@ def test_whatever_dies_when_the_run_has_the_bits_of_one_without_a_death(
     check_same(tmp_path / "whole", tmp_path / "run", tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_an_instance_that_has_ended_comes_back_after_a_checkpoint(
     run_here: Callable[..., Any],

@@ -297,6 +297,7 @@ def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
     assert 'raise ZeroDivisionError("on one rank")' in log.read_text()  # the rank's traceback
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 def test_ranks_that_find_no_place_in_time(cluster: str) -> None:
     import ray

@@ -110,6 +110,7 @@ def test_nothing_is_recorded_where_nothing_is_truncated(run_of: Callable[..., An
     assert not any("kept_ids" in sample.tensors for sample in run.steps[0].samples)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("migration", ["recompute", "kv"])
 def test_fused_trains_on_what_serial_trains_on(

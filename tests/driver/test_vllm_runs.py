@@ -104,6 +104,7 @@ def test_runs_train_on_the_same(
         assert not any(line.get("samples/migrated") for line in run.metrics)
 
 
+@pytest.mark.wide
 def test_tools_on_ranks_that_generate_alone(train_here: Callable[..., Any], tmp_path: Path) -> None:
     """A model that has seen calls makes some under `one_step`: texts and answers are equal."""
     turns = {}
@@ -135,6 +136,7 @@ def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:
         assert line["mismatch/ess_sequence"] > 1 - 1e-10
 
 
+@pytest.mark.wide
 def test_a_correction_of_bfloat16(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_correction_of_bfloat16(
     assert run.stored == [0, 0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["serial", pytest.param("packed", marks=pytest.mark.slow)])
 def test_a_demo_of_conversations(train: Callable[..., Any], tmp_path: Path, schedule: str) -> None:
     """Eight turns of a token, on Ray; the trainer computes the same log-probabilities."""
@@ -182,6 +185,7 @@ def test_a_demo_of_conversations(train: Callable[..., Any], tmp_path: Path, sche
         assert line["mismatch/max"] < 1e-5  # measured: 5e-7
 
 
+@pytest.mark.wide
 def test_experts(train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
     """Trained and generated with as whole ones, replayed; every switch brings the new weights."""
     run = train_here(
@@ -211,6 +215,7 @@ def shared_memory(run_dir: Path) -> list[Path]:
     return [f for f in Path("/dev/shm").iterdir() if any(f"-{pid}-" in f.name for pid in pids)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout", [pytest.param([], marks=pytest.mark.slow), ["rollout.layout.tp=2"]]
 )

@@ -91,6 +91,7 @@ def test_adapters_and_guesses(
     assert sum(line["samples/drafted_tokens"] for line in wide.metrics) > 0
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: list[str]) -> None:
     settings = [*long_tail, "cluster.ranks=2", *WIDE, "rollout.tail_tp=2"]
@@ -105,6 +106,7 @@ def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: li
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_an_instance_that_parted_trains(
     run_of: Callable[..., Any], long_tail: list[str], monkeypatch: pytest.MonkeyPatch

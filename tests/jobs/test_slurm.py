@@ -25,6 +25,7 @@ def starting_weights(sweep: Path) -> set[bytes]:
     return {file.read_bytes() for file in sweep.glob("*/start/model.safetensors")}
 
 
+@pytest.mark.wide
 def test_two_jobs_run_side_by_side(pair: Any) -> None:
     """On the same two nodes at once; nothing that one has is the other's."""
     jobs, *both = pair

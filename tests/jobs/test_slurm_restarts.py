@@ -26,6 +26,7 @@ def complaints(log: str | Path) -> list[str]:
     return [line for line in Path(log).read_text().splitlines() if line.startswith("hybridrl: ")]
 
 
+@pytest.mark.wide
 def test_short_jobs_end_as_one_long_job_does(pair: Any, tmp_path: Path) -> None:
     """Slurm itself warns of the time limit, in the middle of the run; then the same tensors."""
     jobs, whole, short = pair

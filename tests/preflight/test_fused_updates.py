@@ -179,6 +179,7 @@ def test_a_fused_run_trains_as_one_that_is_not(
     check_runs(train_here, tiny_run, tmp_path, recipe, more)
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 @pytest.mark.parametrize(("recipe", "more"), [("ppo", []), ("safe_rlhf", SAFE)])
 def test_so_does_one_on_ray(

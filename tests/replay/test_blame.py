@@ -25,6 +25,7 @@ def run(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     return make_run(tmp_path_factory.mktemp("run") / "run", *SHORT)
 
 
+@pytest.mark.wide
 def test_another_learning_rate(run: Path, make_run: Callable[..., Path], tmp_path: Path) -> None:
     """The first step's batch and gradient are equal, its weights are not."""
     other = make_run(tmp_path / "other", *SHORT, RATE)

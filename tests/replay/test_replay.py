@@ -43,6 +43,7 @@ def run_of_two(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     return make_run(tmp_path_factory.mktemp("run") / "run", "cluster.ranks=2")
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("step", [5, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_ranks(run_of_two: Path, step: int) -> None:
@@ -115,6 +116,7 @@ def test_generate_then_train(run: Path) -> None:
     assert any(str(batch.directory / "batch") in note for note in trained.notes)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_run_that_did_not_wait_is_replayed_from_its_record(
     make_run: Callable[..., Path], tmp_path: Path
@@ -179,6 +181,7 @@ def test_a_run_with_weights_in_flight_follows_its_record(
         assert recorded == lines[begun_after:step]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_demo_with_tools_and_weights_in_flight_follows_its_record(
     make_flying: Callable[..., Path], tmp_path: Path
@@ -196,6 +199,7 @@ def test_a_demo_with_tools_and_weights_in_flight_follows_its_record(
     assert read_lines(report.directory / "versions.jsonl") == lines[2:4]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("new_weights", ["when_free", "in_flight"])
 def test_a_run_of_groups_as_they_complete_follows_its_record(
@@ -224,6 +228,7 @@ def test_a_run_of_groups_as_they_complete_follows_its_record(
         assert recorded == lines[report.begun_after : 4]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_kept_caches_are_in_no_checkpoint(make_flying: Callable[..., Path], tmp_path: Path) -> None:
     run = make_flying(tmp_path / "run", "schedule.parked_kv=keep")
@@ -234,6 +239,7 @@ def test_kept_caches_are_in_no_checkpoint(make_flying: Callable[..., Path], tmp_
     assert differing(report) == []
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_the_recipes_formulas_run_again_on_a_batch(
     make_run: Callable[..., Path], tmp_path: Path
@@ -259,6 +265,7 @@ def test_the_recipes_formulas_run_again_on_a_batch(
     assert batch.as_promised
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_another_layout_is_equal_up_to_the_order_of_floats(run: Path) -> None:
     """From the checkpoint of step 2, through two steps."""

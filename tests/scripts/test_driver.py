@@ -10,6 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "driver.py"
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 def test_ranks_share_processes_of_ray() -> None:
     options = "--ranks 8 --steps 1 --schedules fused --longest 64 --processes 2 --time-scale 0.1"

@@ -142,6 +142,7 @@ def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served, run_di
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.ray
 def test_a_server_on_its_own_ray(tmp_path: Path) -> None:
     """The command's handlers of signals are set again behind Ray's, and SIGTERM ends it."""

@@ -518,6 +518,7 @@ def talk(
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("pp", "tp"),
     [

@@ -485,6 +485,7 @@ def caches(requests: list[Request], outputs: Outputs) -> list[int]:
     ]
 
 
+@pytest.mark.wide
 def test_streams_on_one_rank(
     saved: Callable[..., str], make_engine: Callable[..., NativeEngine], fresh_ranks: Ranks
 ) -> None:
@@ -668,6 +669,7 @@ def experts(directory: str) -> tuple[dict[object, Any], list[Any]]:
     return recorded(directory, 2, 2)
 
 
+@pytest.mark.wide
 @torch.no_grad()
 def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """Recorded are those that transformers chooses, in the layers that have any.
