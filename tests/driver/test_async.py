@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from hybridrl.layout.push import WeightsDamaged
 from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.telemetry.records import read_lines
+from hybridrl.workers import base_worker
 from hybridrl.workers.trainer_worker import TrainerWorker
 
 pytestmark = pytest.mark.long
@@ -713,10 +715,20 @@ def test_groups_that_are_trained_as_they_come_have_the_gradient_of_the_batch(
 
 
 def test_instances_generate_while_the_others_train(
-    train: Callable[..., Any], long_tail: list[str], tmp_path: Path
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trace shows it; weights come as loads, of the bytes that a push has sent."""
-    run = start(train, long_tail, tmp_path / "run", "schedule=one_step")
+    """The trace shows it, of updates that are longer than any delay; weights come as loads."""
+    update = base_worker.train
+
+    def long(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return update(*arguments)
+
+    monkeypatch.setattr(base_worker, "train", long)
+    run = start(train_here, long_tail, tmp_path / "run", "schedule=one_step")
     by_name: dict[str, list[tuple[float, float]]] = {}
     for span in run.spans:
         by_name.setdefault(span.name, []).append((span.start, span.end))
