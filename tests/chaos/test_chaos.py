@@ -11,7 +11,7 @@ import pytest
 from chaos.cases import CALLS, NOTHING, Kind, draw, num_ranks
 from chaos.summary import summary
 
-SEEDS = [30, 40, 110]
+SEEDS = [144, 232, 266]
 
 
 def test_a_seed_draws_the_same_faults_each_time() -> None:
