@@ -17,7 +17,7 @@ from hybridrl.config import (
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import Graph, TakeStage
-from hybridrl.flow.lengths import RANKERS, LengthModel, PromptKey
+from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.turns import RoundOrder
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.as_complete import AsComplete
@@ -139,7 +139,7 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
             )
         case _:
             return SerialSchedule(*step)
-    lengths = LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]())
+    lengths = LengthModel(key_of=parts.key_of)
     return LoopSchedule(*step, policy, limits=limits, length_model=lengths)
 
 
