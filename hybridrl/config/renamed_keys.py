@@ -38,6 +38,7 @@ RENAMED_GROUPS = {
 """Groups of keys, old to new."""
 
 REMOVED_KEYS: dict[str, Any] = {
+    "environment.partial": "counted",
     "rollout.length_ranker": "running",
     "schedule.draw_anew": False,
     "schedule.length_ranker": "running",
