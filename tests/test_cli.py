@@ -408,12 +408,12 @@ WRONG = [
         "schedule.migration_threshold=2: wanted schedule=fused with it",
     ),
     (
-        "schedule.length_ranker=learned",
-        "schedule.length_ranker=learned: wanted schedule=fused or partial or packed or async",
+        "schedule.max_staleness=2",
+        "schedule.max_staleness=2: wanted schedule=partial or async",
     ),
     (
         "schedule=fused schedule.x=1",
-        "schedule.x=1: wanted a known key: one of early_backward, kind, length_ranker,",
+        "schedule.x=1: wanted a known key: one of early_backward, kind, migration,",
     ),
     ("schedule.kind=fused", "schedule.kind=fused: wanted schedule=fused in its place"),
     (

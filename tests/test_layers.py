@@ -33,7 +33,7 @@ replay        driver preflight checkpoint data schedule telemetry config
 driver        preflight runtime workers checkpoint data environments rewards sandbox
               schedule flow costs models layout pipelines telemetry system config
 preflight     runtime workers checkpoint data environments rewards engines
-              schedule flow costs models layout pipelines telemetry system config
+              schedule flow costs models layout pipelines system config
 runtime       compat workers telemetry system config
 compat        workers telemetry system config
 workers       checkpoint data rewards engines flow costs models layout telemetry

@@ -81,7 +81,6 @@ from hybridrl.config.schedule import (
     PackedScheduleConfig,
     ParkedKV,
     PartialScheduleConfig,
-    Ranker,
     ScheduleConfig,
     ScheduleKind,
     SerialScheduleConfig,
@@ -247,7 +246,7 @@ class Config:
         """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
         self._check_generating_pool()
-        self.environment.check_partial(self.schedule.entry.parks_episodes, self.strict)
+        self.environment.check_partial(self.schedule.entry.parks_episodes)
         if isinstance(self.schedule, AsyncScheduleConfig):
             self.environment.check_open_episodes(self.schedule.max_staleness)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
@@ -560,7 +559,6 @@ __all__ = [
     "PoolsConfig",
     "ProcessesClusterConfig",
     "Push",
-    "Ranker",
     "RayClusterConfig",
     "RewardCall",
     "RewardConfig",

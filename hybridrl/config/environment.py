@@ -45,9 +45,6 @@ class OnFailure(Enum):
     zero = "zero"  # it is trained, with what it earned set to 0; a rewritten one is dropped
 
 
-COUNTED, TIMED = "counted", "timed"
-
-
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
     """The environment of a run's conversations, the processes it runs in, and its limits."""
@@ -80,10 +77,6 @@ class EnvironmentConfig:
     """What becomes of a sample whose episode fails twice."""
     max_failed_share: float = bounded(0.5, above=0, most=1)
     """The run ends where more than this share of a step's episodes fail, or an evaluation's."""
-    partial: str = COUNTED
-    """When `schedule=partial` ends a round. `counted`: by turns, once the replies due in it are
-    there. `timed`: without waiting for replies, so that the batch follows their times; the run
-    records which came. A directory of such a run, or its turn_orders.jsonl: as recorded there."""
     tool_calls: str = "auto"
     """The form in which the model writes calls of tools. `auto`: that of its chat template, or of
     its tokenizer's response schema. A form by vLLM's name for it: `hermes`, `glm45` and others;
@@ -153,23 +146,8 @@ class EnvironmentConfig:
                     allowed = f"one of {', '.join(kinds)}, or an environment.kind"
                     raise ConfigError(f"{place}.kind", one.kind.value, allowed)
 
-    @property
-    def turn_orders(self) -> str | None:
-        """The recorded run whose rounds are to be repeated; None where there is none."""
-        return None if self.partial in (COUNTED, TIMED) else self.partial
-
-    def check_partial(self, is_partial: bool, strict: bool) -> None:
+    def check_partial(self, is_partial: bool) -> None:
         """Raise ConfigError for rounds that end amid episodes, where those cannot continue."""
-        if self.partial != COUNTED:
-            allowed = ""
-            if not self.is_on:
-                allowed = "counted, or an environment.kind"
-            elif not is_partial:
-                allowed = "counted, or schedule=partial: no other one ends rounds amid episodes"
-            elif strict:
-                allowed = "counted with deterministic=strict: else the batch follows times"
-            if allowed:
-                raise ConfigError("environment.partial", self.partial, allowed)
         if self.is_on and is_partial and not self.replay:
             raise ConfigError("environment.replay", False, "true with schedule=partial")
 

@@ -19,7 +19,6 @@ RENAMED_KEYS = {
     "recipe.reference_decay": "recipe.reference_ema_decay",
     "recipe.std_normalise": "recipe.std_normalize",
     "recipe.step_scale": "recipe.correction.step_scale",
-    "rollout.length_ranker": "schedule.length_ranker",
     "rollout.max_staleness": "schedule.max_staleness",
     "rollout.migration": "schedule.migration",
     "rollout.migration_threshold": "schedule.migration_threshold",
@@ -38,7 +37,13 @@ RENAMED_GROUPS = {
 }
 """Groups of keys, old to new."""
 
-REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
+REMOVED_KEYS: dict[str, Any] = {
+    "environment.partial": "counted",
+    "rollout.length_ranker": "running",
+    "schedule.draw_anew": False,
+    "schedule.length_ranker": "running",
+    "trainer.attention_cost": 1.0,
+}
 """Keys that are gone, with the value that every run has now."""
 
 NEEDLESS_KEYS = {

@@ -36,13 +36,6 @@ class EarlyBackward(Enum):
     auto = "auto"  # where recipe and layout allow it, on instances that have nothing else to do
 
 
-class Ranker(Enum):
-    """The predictor of response lengths, by which prompts go to instances."""
-
-    running = "running"  # running means per prompt and per task
-    learned = "learned"  # a regression on the prompt's tokens
-
-
 class ParkedKV(Enum):
     """The fate of the keys and values of a parked sample when the weights change."""
 
@@ -164,15 +157,7 @@ class SerialScheduleConfig(ScheduleConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class OverlappedScheduleConfig(ScheduleConfig):
-    """Settings of the schedules whose stages start as samples finish."""
-
-    length_ranker: Ranker = Ranker.running
-    """How response lengths are predicted, by which prompts are dealt to instances."""
-
-
-@dataclass(kw_only=True, slots=True)
-class FusedScheduleConfig(OverlappedScheduleConfig):
+class FusedScheduleConfig(ScheduleConfig):
     """The batch of the serial schedule, sooner."""
 
     kind: ScheduleKind = ScheduleKind.fused
@@ -211,7 +196,7 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class StaleScheduleConfig(OverlappedScheduleConfig):
+class StaleScheduleConfig(ScheduleConfig):
     """Schedules under whose unfinished samples weights may change."""
 
     parked_kv: ParkedKV = ParkedKV.recompute
@@ -253,7 +238,7 @@ class PartialScheduleConfig(StaleScheduleConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class PackedScheduleConfig(OverlappedScheduleConfig):
+class PackedScheduleConfig(ScheduleConfig):
     """The prompts of several steps in another order, so that long responses share steps."""
 
     kind: ScheduleKind = ScheduleKind.packed

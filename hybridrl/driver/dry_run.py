@@ -15,7 +15,6 @@ from hybridrl.driver.followed_run import check_followed, check_followed_inputs
 from hybridrl.driver.origin import find_origin
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.preflight.prepare import prepare
-from hybridrl.preflight.turn_orders import check_record
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ def check_runs(
         known = next((whole for other, whole in seen if other == alike), None)
         origin = find_origin(replace(config, run=replace(config.run, dir=str(run_dir))), reads)
         if known is None or origin.point is not None:
-            check_record(config)
             check_followed(config)
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:

@@ -32,9 +32,7 @@ from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded
 from hybridrl.flow.graph import Graph, SourceStage
 from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
-from hybridrl.flow.turns import failed_turns
 from hybridrl.flow.versions import FailureRecord
-from hybridrl.preflight.turn_orders import recorded_orders
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.schedule.base import PendingSample
 
@@ -131,7 +129,7 @@ class Episodes:
         self._counts = _StepCounts()
         self._unchecked: dict[str, _Unchecked] = defaultdict(_Unchecked)  # by branch
         self._recorded: Counter[str] = Counter()
-        self._fails = {**failed_turns(recorded_orders(config) or {}), **failures}
+        self._fails = failures
 
     @property
     def pool(self) -> NodePools:

@@ -9,7 +9,6 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind, Vision
-from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import entry_of
 from hybridrl.telemetry.records import parse, plain
@@ -240,9 +239,6 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """The settings that differ, of those that a resumed run must not change."""
     same_batches = _has_serial_batches(before) and _has_serial_batches(now)
     may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
-    key = "environment.partial"
-    if COUNTED not in (before.get(key), now.get(key)):  # by the times of a run, or by its record
-        may_change = (*may_change, key)
     return [
         key
         for key in now.keys() & before.keys()

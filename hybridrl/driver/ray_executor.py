@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,6 @@ from hybridrl.driver.async_calls import (
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
-from hybridrl.driver.event_lines import described
 from hybridrl.driver.judges import DriverJudges, JudgeFailures, read_together
 from hybridrl.driver.load_balance import (
     UNKNOWN_WORK,
@@ -511,8 +510,8 @@ class RayExecutor:
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
         events = self._rounds.wait(self._check_stop_requested)
-        for event in events:
-            logger.debug("ended: %s", described(event))
+        for event in events if logger.isEnabledFor(logging.DEBUG) else ():
+            logger.debug("ended: %s", _described(event))
         if (failures := self.failures) is not None:
             events = [failures.followed(event) for event in events]
         return events
@@ -583,3 +582,14 @@ class RayExecutor:
     def salvage(self) -> None:
         """Have the records written for which ranks have answered; the run has failed."""
         self._rounds.salvage()
+
+
+def _described(event: Event) -> str:
+    """An event in a line of the log: its names and numbers, and how many other things it has."""
+    values = ((field.name, getattr(event, field.name)) for field in fields(event))
+    shown = [
+        f"{name}={len(value) if isinstance(value, tuple) else value}"
+        for name, value in values
+        if isinstance(value, int | str | tuple)
+    ]
+    return " ".join([type(event).__name__, *shown])

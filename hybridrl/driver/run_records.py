@@ -12,7 +12,6 @@ from typing import Any
 from hybridrl.flow.judgements import OK, failed_status, score_of
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
-from hybridrl.flow.turns import order_to_json
 from hybridrl.flow.versions import RunRecord, failures_of, record_to_json
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.schedule import StepResult
@@ -128,8 +127,6 @@ class RunRecords:
             prompts=[sample.id.prompt for sample in result.dispatched],
             prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
         )
-        if result.turn_orders:
-            self.telemetry.turn_orders(step, [order_to_json(one) for one in result.turn_orders])
         if result.versions:
             record = RunRecord(result.versions, failures_of(result.dispatched))
             self.telemetry.versions(step, record_to_json(record))

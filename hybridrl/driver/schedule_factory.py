@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import Config, ScheduleConfig
-from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.costs.instance import Costs
 from hybridrl.driver.followed_run import recorded_run, recorded_steps
@@ -14,7 +13,6 @@ from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import ComputeStage
-from hybridrl.preflight.turn_orders import recorded_orders
 from hybridrl.schedule.base import (
     Prompt,
     Schedule,
@@ -63,8 +61,6 @@ def make_schedule(
         num_training=config.ranks_of("actor"),
         early=early or EarlySettings(),
         must_widen=bool(config.rollout.wide_tp),
-        timed=config.environment.partial == TIMED,
-        turn_orders=recorded_orders(config) if schedule.entry.parks_episodes else None,
         record=recorded_run(config) if schedule.follows else None,
     )
     return build(parts, schedule)

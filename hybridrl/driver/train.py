@@ -23,7 +23,6 @@ from hybridrl.flow.turns import RecordDiffers
 from hybridrl.preflight.first_samples import write_first_samples
 from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.preflight.settings import own_run_dir
-from hybridrl.preflight.turn_orders import check_record
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
@@ -65,7 +64,6 @@ def train(config: Config) -> dict[str, Any]:
 
 def _train(config: Config) -> dict[str, Any]:
     origin = find_origin(config, reads=True)
-    check_record(config)
     check_followed(config)
     known = known_rows(origin)
     prepared = prepare(config, known=known)

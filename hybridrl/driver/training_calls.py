@@ -1,16 +1,15 @@
 """Updates, and parts of them that begin early: calls to ranks that train."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.config import Config
-from hybridrl.driver.async_calls import EventCalls, answers_of
-from hybridrl.driver.early_training import EarlyTraining
+from hybridrl.driver.async_calls import Calling, EventCalls, answers_of
 from hybridrl.driver.load_balance import RankWork, assign_ranks, deal, joint_work, update_shares
 from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.rank_pool import Pool
-from hybridrl.driver.sample_moves import SampleMoves, once
+from hybridrl.driver.sample_moves import Homes, SampleMoves, once
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import TRAINING_POOL, Compared, EarlyTrained, UpdateDone, UpdateRefused
 from hybridrl.flow.graph import Stage, UpdateStage
@@ -44,13 +43,56 @@ class TrainingCalls:
         """One event: the gradient is there. The pool that trains passes over groups that died."""
         ids = {sample.id for sample in samples}
         self.early[stage.name] |= ids
-        training = EarlyTraining(self.group, self.moves, self.config.trainer)
         if instance != TRAINING_POOL:
-            return (yield from training.on_instance(stage, instance, samples))
-        (event,) = yield from training.in_pool(stage, samples, self._work_of(stage))
-        assert isinstance(event, EarlyTrained), event
+            return [(yield from self._on_instance(stage, instance, samples))]
+        event = yield from self._in_pool(stage, samples)
         self.early[stage.name] -= ids - {*event.ids}
         return [event]
+
+    def _on_instance(
+        self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
+    ) -> Calling[EarlyTrained]:
+        """Samples of other instances move there for good."""
+        arriving, parcels = yield from self.moves.to_instance(instance, samples)
+        members = self.group.instances[instance]
+        ranks = [sample.rank for sample in samples]
+        shares = update_shares(stage, samples, ranks, members, self.config.trainer)
+        shares = {rank: replace(shares[rank], parcels=once(parcels[rank])) for rank in members}
+        return (yield from self._begin_early(stage, instance, samples, shares, arriving))
+
+    def _in_pool(self, stage: UpdateStage, samples: Sequence[Sample]) -> Calling[EarlyTrained]:
+        """All ranks that train do so on copies, of groups whose samples all live until then."""
+        pool, homes = self.group.actor_pool, Homes(samples, self.group)
+        while samples := homes.living(samples, whole_groups=True):
+            work = self._work_of(stage)
+            places = deal(samples, len(pool.ranks), stage.samples_per_row, work)
+            ranks = [pool.ranks[i] for i in places]
+            common = set.intersection(*(sample.tensors for sample in samples))
+            with homes.may_die():
+                yield from self.moves.copy(samples, ranks, common)
+                break
+        else:
+            return EarlyTrained(stage.name, TRAINING_POOL, (), 0.0)
+        shares = update_shares(stage, samples, ranks, pool.ranks, self.config.trainer)
+        arriving: dict[int, list[SampleId]] = {rank: [] for rank in pool.ranks}
+        return (yield from self._begin_early(stage, TRAINING_POOL, samples, shares, arriving))
+
+    def _begin_early(
+        self,
+        stage: UpdateStage,
+        place: int,
+        samples: Sequence[Sample],
+        shares: Mapping[int, UpdateShare],
+        arriving: Mapping[int, Sequence[SampleId]],
+    ) -> Calling[EarlyTrained]:
+        """Each rank computes the gradient of its share, of which some samples are `arriving`."""
+        calls = {
+            self.group.call_train_early(rank, stage, place, share, arriving[rank]): rank
+            for rank, share in shares.items()
+        }
+        answers = yield from answers_of(calls)
+        seconds = max(answer.seconds for answer in answers)
+        return EarlyTrained(stage.name, place, tuple(sample.id for sample in samples), seconds)
 
     def compare(self, stage: UpdateStage, samples: Sequence[Sample]) -> EventCalls:
         """One event: the actor's ranks have compared both engines on copies of samples."""

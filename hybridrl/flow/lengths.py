@@ -5,16 +5,13 @@ are spread, so that the last one ends soon. Nothing here depends on time, only o
 their order; so a resumed run dispatches as the uninterrupted one.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from hybridrl.config import Ranker
 from hybridrl.flow.sample import Sample, SampleId
 
 _TELLING = 1.1  # the longest prediction over the shortest: below, they are as good as equal
@@ -27,26 +24,6 @@ class PromptKey:
     item: Hashable
     task: str
     prompt_ids: Sequence[int]
-
-
-class LengthRanker(Protocol):
-    """Predicts response tokens, and learns from those that were made."""
-
-    def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
-        """Expected response tokens of each prompt, finite and above 0."""
-        ...
-
-    def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
-        """Responses of a prompt have come to an end, with these many tokens."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The lengths learned, in plain JSON types."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -65,7 +42,7 @@ class _Mean:
         return (self.count * self.mean + weight * prior) / (self.count + weight)
 
 
-class RunningRanker:
+class LengthRanker:
     """Running means: of the prompt, drawn to that of its task, of all, and the prompt's length.
 
     Invariant: at most `max_items` prompts are remembered, those seen last.
@@ -86,18 +63,14 @@ class RunningRanker:
 
     def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
         """Expected response tokens of each prompt."""
-        return [self.own(key, self.typical(key)) for key in prompts]
+        return list(map(self._expected, prompts))
 
-    def typical(self, key: PromptKey) -> float:
-        """The length expected of a prompt that was never seen."""
-        overall = self._all.over(max(1, len(key.prompt_ids)), self._PRIOR)
-        task = self._tasks.get(key.task)
-        return max(1.0, task.over(overall, self._PRIOR) if task else overall)
-
-    def own(self, key: PromptKey, prior: float) -> float:
-        """`prior` with the earlier lengths of the prompt itself."""
-        seen = self._items.get(repr(key.item))
-        return max(1.0, seen.over(prior, self._PRIOR) if seen else prior)
+    def _expected(self, key: PromptKey) -> float:
+        """The mean of a prompt, drawn to the wider ones."""
+        mean = self._all.over(max(1, len(key.prompt_ids)), self._PRIOR)
+        for known in (self._tasks.get(key.task), self._items.get(repr(key.item))):
+            mean = max(1.0, known.over(mean, self._PRIOR) if known else mean)
+        return mean
 
     def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
         """Take in the lengths of a prompt's responses."""
@@ -125,113 +98,6 @@ class RunningRanker:
         self._items = {name: _Mean(count, mean) for name, count, mean in state["items"]}
         self._tasks = {name: _Mean(count, mean) for name, count, mean in state["tasks"]}
         self._all = _Mean(*state["all"])
-
-
-class LearnedRanker:
-    """Ridge regression of log(1 + length) on features of the prompt.
-
-    Features: the prompt's length, and hashes of its tokens. Tokens near its end also count with
-    their places: alone, in pairs, and with the prompt's length. A digit before the end says more
-    when there is no other. Fitted to the last `window` prompts, again when an eighth of them is
-    new. Earlier lengths of the prompt itself still count, as in `RunningRanker`, which answers
-    until `enough` prompts were seen.
-    """
-
-    _PLACES = 8
-    _RIDGE = 0.3
-
-    def __init__(self, num_features: int = 512, window: int = 2048, enough: int = 32) -> None:
-        self.num_features, self.enough = num_features, enough
-        self._running = RunningRanker()
-        self._seen: deque[tuple[list[int], float, float]] = deque(maxlen=window)
-        self._num_new = 0
-        self._weights: np.ndarray | None = None
-
-    def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
-        """Expected response tokens of each prompt."""
-        if len(self._seen) < self.enough:
-            return self._running.predict(prompts)
-        self._refit()
-        targets = [target for *_, target in self._seen]
-        rows = self._rows([(*self._features(key.prompt_ids), 0.0) for key in prompts])
-        # No further than the lengths seen: a linear model knows no bounds.
-        logs = np.clip(rows @ self._weights, min(targets), max(targets))
-        expected = np.expm1(logs)
-        return [
-            self._running.own(key, float(tokens))
-            for key, tokens in zip(prompts, expected, strict=True)
-        ]
-
-    def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
-        """Take in the lengths of a prompt's responses."""
-        if not lengths:
-            return
-        self._running.observe(key, lengths)
-        target = sum(math.log1p(length) for length in lengths) / len(lengths)
-        self._seen.append((*self._features(key.prompt_ids), target))
-        self._num_new += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The prompts seen and the present weights, in plain JSON types."""
-        return {
-            "running": self._running.state_dict(),
-            "seen": [[list(hashed), size, target] for hashed, size, target in self._seen],
-            "num_new": self._num_new,
-            "weights": None if self._weights is None else self._weights.tolist(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
-        self._running.load_state_dict(state["running"])
-        self._seen.clear()
-        self._seen.extend((list(hashed), size, target) for hashed, size, target in state["seen"])
-        self._num_new = state["num_new"]
-        self._weights = None if state["weights"] is None else np.array(state["weights"])
-
-    def _refit(self) -> None:
-        if self._weights is not None and 8 * self._num_new < len(self._seen):
-            return
-        rows = self._rows(self._seen)
-        targets = np.array([target for *_, target in self._seen])
-        gram = rows.T @ rows + self._RIDGE * np.eye(rows.shape[1])
-        gram[-1, -1] -= self._RIDGE * (1 - 1e-6)  # the mean is free
-        self._weights = np.linalg.solve(gram, rows.T @ targets)
-        self._num_new = 0
-
-    def _features(self, ids: Sequence[int]) -> tuple[list[int], float]:
-        """Places of the hashed features that are 1, and the prompt's length on a log scale."""
-        size = math.log1p(len(ids))
-        bucket = round(6 * size)  # lengths that differ by a sixth of e
-        tail = [*reversed(ids[-self._PLACES :])]
-        named = [(0, token, 0, 0) for token in dict.fromkeys(ids)]
-        named += [(1, token, place, 0) for place, token in enumerate(tail)]
-        named += [(2, token, place, bucket) for place, token in enumerate(tail)]
-        named += [(3, token, before, 0) for token, before in pairwise(tail)]
-        return sorted({_mix(feature) % self.num_features for feature in named}), size
-
-    def _rows(self, seen: Sequence[tuple[list[int], float, float]]) -> np.ndarray:
-        """[prompts, features + 2]: hashed ones, log length, 1."""
-        rows = np.zeros((len(seen), self.num_features + 2))
-        for row, (hashed, size, _) in zip(rows, seen, strict=True):
-            row[hashed] = 1.0
-            row[-2:] = size, 1.0
-        return rows
-
-
-RANKERS: dict[Ranker, type[LengthRanker]] = {
-    Ranker.running: RunningRanker,
-    Ranker.learned: LearnedRanker,
-}
-"""The ranker that `schedule.length_ranker` names."""
-
-
-def _mix(numbers: Sequence[int]) -> int:
-    """A hash that is the same in every process and version, unlike Python's own."""
-    mixed = 0
-    for number in numbers:
-        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & (2**64 - 1)
-        mixed ^= mixed >> 29
-    return mixed
 
 
 class Forecast:
@@ -307,7 +173,7 @@ class LengthModel:
     """
 
     key_of: Callable[[Any], PromptKey]
-    ranker: LengthRanker = field(default_factory=RunningRanker)
+    ranker: LengthRanker = field(default_factory=LengthRanker)
     forecast: Forecast = field(default_factory=Forecast)
     longest_of_prompt: Forecast = field(default_factory=Forecast)
     turns_of_prompt: Forecast = field(default_factory=Forecast)

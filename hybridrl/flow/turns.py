@@ -1,15 +1,13 @@
 """Conversations: the samples whose turn has ended, and what their environments reply."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
 
 from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import ENOUGH_TURNS, Answer, EpisodeReply, Replied, TurnEnded
-from hybridrl.flow.sample import ENVIRONMENT_FAILURE, SampleId
+from hybridrl.flow.sample import SampleId
 from hybridrl.flow.waits import WaitModel
 
 _MOST_SHARE = 64
@@ -33,49 +31,10 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
 
 
 class RecordDiffers(RuntimeError):
-    """A run is not the one whose record it is to repeat, as the setting `key` says."""
+    """A run is not the one whose record it is to repeat, by `schedule.follow`."""
 
-    def __init__(self, text: str, key: str = "environment.partial") -> None:
-        super().__init__(f"{key}: the run is not the recorded one: {text}")
-
-
-class TurnsTaken(NamedTuple):
-    """A sample's part in a round: the turns that it made, and whether its episode's end came.
-
-    `failure` is the kind of failure that ended it. A crash or a timeout may not come twice.
-    """
-
-    num: int
-    ended: bool
-    failure: str = ""
-
-
-RoundOrder = Mapping[SampleId, TurnsTaken]
-"""What replies have come into a round: of each sample that made a turn in it, or ended."""
-
-
-def order_to_json(order: RoundOrder) -> list[list[Any]]:
-    """In plain JSON types: a list of [id, turns, ended], with the failure if there is one."""
-    return [[list(id), *taken[: 3 if taken.failure else 2]] for id, taken in sorted(order.items())]
-
-
-def order_from_json(rows: Sequence[Sequence[Any]]) -> dict[SampleId, TurnsTaken]:
-    """What `order_to_json` has made."""
-    return {
-        SampleId.read(id): TurnsTaken(int(num), bool(ended), *map(str, failure))
-        for id, num, ended, *failure in rows
-    }
-
-
-def failed_turns(orders: Mapping[int, Sequence[RoundOrder]]) -> dict[SampleId, tuple[int, str]]:
-    """Return the last turn, from 1, and the failure of each sample with a failed episode."""
-    num_turns, failures = Counter[SampleId](), dict[SampleId, tuple[int, str]]()
-    for _, rounds in sorted(orders.items()):
-        for id, taken in chain.from_iterable(order.items() for order in rounds):
-            num_turns[id] += taken.num
-            if taken.failure:
-                failures[id] = num_turns[id], taken.failure
-    return failures
+    def __init__(self, text: str) -> None:
+        super().__init__(f"schedule.follow: the run is not the recorded one: {text}")
 
 
 @dataclass(slots=True)
@@ -88,10 +47,8 @@ class _Conversation:
     num_turns: int = 0  # that have ended so far
     told: int = 0  # response tokens up to its present turn
     waited: float = 0.0  # seconds of its replies so far
-    failure: str = ""  # the kind of failure that its end came with
     most: int | None = None  # turns that it may make in the window
     num_ended: int = 0  # of them, so far
-    late: bool = False  # its episode does not end in the window
 
     @property
     def waits(self) -> bool:
@@ -103,7 +60,7 @@ class _Conversation:
         """Whether it is not to go on in this window, although its environment has replied."""
         if self.reply is None or self.most is None or self.num_ended < self.most:
             return False
-        return self.reply.tokens is not None or self.late
+        return self.reply.tokens is not None
 
     def close(self) -> None:
         """It is not between two turns any more."""
@@ -141,29 +98,16 @@ class OpenTurns:
         self._num_open = self._num_waiting = 0
         self._turns_seen = 0
 
-    def open_window(self, most: Mapping[SampleId, int], late: Collection[SampleId] = ()) -> None:
-        """Let each of these samples make so many turns before it rests.
-
-        The episodes of those that are `late` may not end in this window.
-        """
+    def open_window(self, most: Mapping[SampleId, int]) -> None:
+        """Let each of these samples make so many turns before it rests."""
         for one in self._conversations.values():
-            one.most, one.num_ended, one.late = None, 0, False
+            one.most, one.num_ended = None, 0
         for id, num in most.items():
             self._conversations[id].most = num
-            self._conversations[id].late = id in late
-
-    def bound(self, num: int) -> None:
-        """Let each sample of the window make `num` turns in it, and end the turn that it is at."""
-        for one in self._conversations.values():
-            one.most = None if one.most is None else num
 
     def close_window(self) -> None:
         """Let all samples go on."""
         self.open_window({})
-
-    def num_ended(self, id: SampleId) -> int:
-        """Turns that a sample has made in the window."""
-        return self._conversations[id].num_ended
 
     def rests(self, id: SampleId) -> bool:
         """Whether a sample is not to go on in this window, although its environment has replied."""
@@ -201,12 +145,6 @@ class OpenTurns:
                 one.reply = reply
                 one.waited += seconds
                 self._num_waiting -= 1
-                if kind := reply.scalars.get(ENVIRONMENT_FAILURE):
-                    one.failure = str(kind)
-
-    def failure(self, id: SampleId) -> str:
-        """The kind of failure that has ended a sample's episode; empty for none."""
-        return self._conversations[id].failure
 
     def waited(self, id: SampleId) -> float:
         """Seconds that a sample's environment has taken for all its replies so far."""
@@ -290,5 +228,5 @@ class OpenTurns:
                 self._num_open -= old.is_open
                 self._num_waiting -= old.waits
                 if old.most is not None:
-                    again = _Conversation(most=old.most, num_ended=old.num_ended, late=old.late)
+                    again = _Conversation(most=old.most, num_ended=old.num_ended)
                     self._conversations[id] = again

@@ -12,7 +12,6 @@ from hybridrl.environments import Openings
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.sample import TURN_REWARDS
-from hybridrl.preflight.turn_orders import recorded_orders
 
 
 def check_environment(config: Config, graph: Graph) -> None:
@@ -23,7 +22,6 @@ def check_environment(config: Config, graph: Graph) -> None:
             kinds = ", ".join(kind.value for kind in EnvironmentKind if kind.value != "none")
             raise ConfigError("environment.kind", "none", f"{kinds}: the recipe reads turn_rewards")
         return
-    recorded_orders(config)
     kind = "environment.kind", environment.kind.value
     if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):
         raise ConfigError(*kind, "none: the recipe does not generate")

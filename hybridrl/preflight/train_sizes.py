@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -30,13 +31,7 @@ from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, train_layout
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
-from hybridrl.models.activations import (
-    Activations,
-    Halves,
-    backward_in_halves,
-    head_activations,
-    layer_activations,
-)
+from hybridrl.models.activations import backward_in_halves, head_activations, layer_activations
 from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
 from hybridrl.models.load import SCORE, TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters, num_experts
@@ -72,7 +67,9 @@ def train_sizes(
     total = sum(math.prod(p.shape) for p in parameters)
     layers = {p.name: p.layer for p in [*parameters, *adapters]}
     files = {p.name for p in parameters}  # no file has adapters
-    layer = _layer(config, shape, layout, lora, row)
+    counted = _counted(config, shape, layout, lora, row)
+    mode = config.trainer.activations
+    layer = layer_activations(shape, row.tokens, mode=mode, earlier=row.earlier, **counted)
     has_head = not classifier and not lora.rank
     head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
     embedding = 0
@@ -130,7 +127,7 @@ def train_sizes(
         )
     if not zigzag or layout.pp == 1 or _offloads(config):
         return sizes
-    halves = _halves(config, shape, layout, lora, row)
+    halves = backward_in_halves(shape, row.tokens, **counted)
     args = shape, layout, row
     return [
         replace(x, zero_bubble=zero_bubble_update(*args, stage, x, halves, not classifier))
@@ -222,52 +219,26 @@ def adapters_of(shape: PretrainedConfig, lora: LoraConfig) -> list[Parameter]:
 _ADAPTERS: dict[tuple[str, str], list[Parameter]] = {}
 
 
-def _layer(
+def _counted(
     config: Config,
     shape: PretrainedConfig,
     layout: TrainLayoutConfig,
     lora: LoraConfig,
     row: PackedRow,
-) -> Activations:
-    return layer_activations(
-        shape,
-        row.tokens,
-        dtype=TORCH_DTYPES[config.model.compute_dtype],
-        attention=attention_of(config, shape),
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        mode=config.trainer.activations,
-        lora=lora,
-        fused_dropout=config.cluster.device is Device.cuda,
-        cp=row.ranks,
-        earlier=row.earlier,
-        ep=_spread_over(shape, layout),
-        keys=row.keys,
-        fused=_fuses(config),
-    )
-
-
-def _halves(
-    config: Config,
-    shape: PretrainedConfig,
-    layout: TrainLayoutConfig,
-    lora: LoraConfig,
-    row: PackedRow,
-) -> Halves:
-    return backward_in_halves(
-        shape,
-        row.tokens,
-        dtype=TORCH_DTYPES[config.model.compute_dtype],
-        attention=attention_of(config, shape),
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        lora=lora,
-        fused_dropout=config.cluster.device is Device.cuda,
-        cp=row.ranks,
-        ep=_spread_over(shape, layout),
-        keys=row.keys,
-        fused=_fuses(config),
-    )
+) -> dict[str, Any]:
+    """What the counts of a layer's activations are for, however its backward pass goes."""
+    return {
+        "dtype": TORCH_DTYPES[config.model.compute_dtype],
+        "attention": attention_of(config, shape),
+        "tp": layout.tp,
+        "sequence_parallel": layout.sequence_parallel,
+        "lora": lora,
+        "fused_dropout": config.cluster.device is Device.cuda,
+        "cp": row.ranks,
+        "ep": _spread_over(shape, layout),
+        "keys": row.keys,
+        "fused": _fuses(config),
+    }
 
 
 def _fuses(config: Config) -> bool:

@@ -29,7 +29,6 @@ from hybridrl.driver.recorded_samples import (
 from hybridrl.driver.run import Run
 from hybridrl.driver.step_digests import write_batch
 from hybridrl.driver.train import running
-from hybridrl.preflight import turn_orders
 from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.schedule import StepResult
 from hybridrl.telemetry.digests import (
@@ -241,8 +240,6 @@ def compose_replay(
 def _recorded_choices(run_dir: Path, overrides: Sequence[str]) -> list[str]:
     """Settings with which a replay takes from the run's records what time has decided in it."""
     choices = []
-    if (run_dir / turn_orders.FILE).is_file():
-        choices.append(f"environment.partial='{run_dir}'")
     keeps_schedule = not any(override.startswith("schedule=") for override in overrides)
     if keeps_schedule and (run_dir / followed_run.FILE).is_file():
         schedule = composed_run(overrides_of(run_dir), writes=False).schedule

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.turns import RoundOrder
 from hybridrl.flow.versions import VersionRecord
 
 
@@ -24,9 +23,8 @@ class StepResult:
     `samples` were trained on (or collected), `dispatched` are all that were made, in order of
     dispatch. `dropped` maps those that were not used to the reason. `metrics` are the updates' own
     under `<role>/<name>`, counts under `samples/<name>`, and the recipe's numbers under
-    `state/<name>`. `spans` are the stages as they ran. `turn_orders` are those of its rounds, where
-    the batch follows from the times of replies. `versions` has the weights that made the tokens of
-    what was dispatched, where these are not those of the step.
+    `state/<name>`. `spans` are the stages as they ran. `versions` has the weights that made the
+    tokens of what was dispatched, where these are not those of the step.
     """
 
     step: int
@@ -35,7 +33,6 @@ class StepResult:
     dropped: dict[SampleId, Drop]
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...]
-    turn_orders: tuple[RoundOrder, ...] = ()
     versions: VersionRecord = field(default_factory=dict)
 
     @property

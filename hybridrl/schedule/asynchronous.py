@@ -20,7 +20,7 @@ from hybridrl.flow.turns import RecordDiffers
 from hybridrl.flow.versions import failures_of, segments_of
 from hybridrl.schedule.base import Prompt
 from hybridrl.schedule.dealing import Dealer, Dealt
-from hybridrl.schedule.following import KEY, Followed, no_longer_there
+from hybridrl.schedule.following import Followed, no_longer_there
 from hybridrl.schedule.groups import GenerationTask, GroupStatus, tasks_of
 from hybridrl.schedule.instances import Instance
 from hybridrl.schedule.loop_schedule import (
@@ -289,7 +289,7 @@ class Async(SchedulePolicy):
         while missing := {*positions} - schedule.groups.open.keys():
             ((position, prompt),) = schedule.next_prompts(1)
             if position > max(missing):
-                raise RecordDiffers(f"prompt {min(missing)} has been trained before", KEY)
+                raise RecordDiffers(f"prompt {min(missing)} has been trained before")
             schedule.begin([(position, prompt)])
         tasks = (task for p in positions for task in schedule.groups[p].tasks.values())
         # A checkpoint of groups as they complete has finished samples of batches that begin here.

@@ -51,7 +51,7 @@ from hybridrl.flow.ledger import (
     wanted,
 )
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
-from hybridrl.flow.turns import OpenTurns, RoundOrder
+from hybridrl.flow.turns import OpenTurns
 from hybridrl.flow.versions import VersionRecord
 from hybridrl.schedule import StageSpan, StepResult
 from hybridrl.schedule.events import Guest, learn, next_events
@@ -175,7 +175,6 @@ class Schedule(ABC):
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
-            tuple(self.turn_orders),
             self.versions,
         )
 
@@ -264,7 +263,6 @@ class Schedule(ABC):
         self.step = step
         self._spans: list[StageSpan] = []
         self.metrics: dict[str, float] = {}
-        self.turn_orders: list[RoundOrder] = []
         self.versions: VersionRecord = {}
         self._num_preempted = self.meter.num_preempted
         self._drafts = self.meter.num_drafted, self.meter.num_accepted

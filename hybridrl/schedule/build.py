@@ -1,6 +1,6 @@
 """A schedule from its settings: `serial`, or a policy over the loop."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,7 @@ from hybridrl.config import (
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import Graph, TakeStage
-from hybridrl.flow.lengths import RANKERS, LengthModel, PromptKey
-from hybridrl.flow.turns import RoundOrder
+from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.as_complete import AsComplete
 from hybridrl.schedule.asynchronous import Async
@@ -52,9 +51,7 @@ class ScheduleParts:
     `num_steps` is the number of steps that the run is to have, where that is known, and
     `num_training` that of the ranks that train. `early` says
     whether instances can train alone. With `must_widen` the tail goes to wide instances in any
-    case, else where it ends sooner there. With `timed`, and with the recorded `turn_orders` of such
-    a run by step, a schedule that stops conversations does so as `Partial` says. The `record`
-    of a run is followed (`Followed`).
+    case, else where it ends sooner there. The `record` of a run is followed (`Followed`).
     """
 
     graph: Graph
@@ -69,8 +66,6 @@ class ScheduleParts:
     num_training: int = 1
     early: EarlySettings = field(default_factory=EarlySettings)
     must_widen: bool = False
-    timed: bool = False
-    turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
     record: RunRecord | None = None
 
 
@@ -110,8 +105,6 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
             policy = Partial(
                 over_provision=config.over_provision,
                 max_staleness=config.max_staleness,
-                timed=parts.timed,
-                turn_orders=parts.turn_orders,
             )
         case PackedScheduleConfig():
             policy = Packed(
@@ -139,7 +132,7 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
             )
         case _:
             return SerialSchedule(*step)
-    lengths = LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]())
+    lengths = LengthModel(key_of=parts.key_of)
     return LoopSchedule(*step, policy, limits=limits, length_model=lengths)
 
 

@@ -7,8 +7,6 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.flow.turns import RecordDiffers
 from hybridrl.flow.versions import FailureRecord, RunRecord, Segment, VersionRecord
 
-KEY = "schedule.follow"
-
 
 class Followed:
     """The record of a run (`schedule.follow`). All errors are `RecordDiffers`.
@@ -26,7 +24,7 @@ class Followed:
         for segment in self._segments(id):
             if segment.stop > num_tokens:
                 return segment
-        raise RecordDiffers(f"sample {id} goes on after {num_tokens} tokens", KEY)
+        raise RecordDiffers(f"sample {id} goes on after {num_tokens} tokens")
 
     def is_whole(self, id: SampleId, num_tokens: int) -> bool:
         """Whether so many are all tokens of a sample."""
@@ -49,17 +47,17 @@ class Followed:
         for id, segments in versions.items():
             if segments != self._segments(id):
                 got, wanted = map(_told, (segments, self._segments(id)))
-                raise RecordDiffers(f"sample {id} has tokens up to {got}, not {wanted}", KEY)
+                raise RecordDiffers(f"sample {id} has tokens up to {got}, not {wanted}")
             if failures.get(id) != self.record.failures.get(id):
                 got, wanted = (
                     "ends" if one is None else f"fails at turn {one[0]} ({one[1]})"
                     for one in (failures.get(id), self.record.failures.get(id))
                 )
-                raise RecordDiffers(f"the episode of sample {id} {got}; there it {wanted}", KEY)
+                raise RecordDiffers(f"the episode of sample {id} {got}; there it {wanted}")
 
     def _segments(self, id: SampleId) -> tuple[Segment, ...]:
         if id not in self.record.versions:
-            raise RecordDiffers(f"it has no sample {id}", KEY)
+            raise RecordDiffers(f"it has no sample {id}")
         return self.record.versions[id]
 
 
@@ -71,4 +69,4 @@ def _told(segments: Sequence[Segment]) -> str:
 
 def no_longer_there(id: SampleId, segment: Segment) -> RecordDiffers:
     """The error of a sample whose next tokens are of weights that the run has no longer."""
-    return RecordDiffers(f"sample {id} goes on by v_{segment.steps}, which is not there", KEY)
+    return RecordDiffers(f"sample {id} goes on by v_{segment.steps}, which is not there")

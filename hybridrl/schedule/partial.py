@@ -13,11 +13,10 @@ from typing import Any
 from hybridrl.flow.graph import Graph, StageMethod, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Prompt
 from hybridrl.schedule.groups import GenerationTask, tasks_of
+from hybridrl.schedule.loop import Loop
 from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
-from hybridrl.schedule.record import run_order, run_timed, run_windows
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
@@ -42,10 +41,6 @@ class Partial(SchedulePolicy):
     turns each, so that it follows from turns, and not from the times of replies. Rewards start as
     samples finish, forward passes when generation has stopped.
 
-    With `timed` they go on until enough is complete, and a step waits for no other reply. Then it
-    does follow from times, and `StepResult.turn_orders` has what replies came into its rounds. With
-    the `turn_orders` of such a run, by step, conversations make the same turns in each round.
-
     Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin. 1 and 3 are done
     first and trained on. 0 and 2 continue with 4 and 5.
 
@@ -56,15 +51,12 @@ class Partial(SchedulePolicy):
 
     over_provision: float
     max_staleness: int
-    timed: bool = False
-    turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
     keeps = True
 
     def __post_init__(self) -> None:
         assert 1 <= self.over_provision <= 1 + self.max_staleness
         self._wanted = self._version = 0
         self._converse = False  # some samples of the round have turns
-        self._order: RoundOrder | None = None  # the round's, where a record is followed
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
@@ -109,9 +101,6 @@ class Partial(SchedulePolicy):
         open_ones = tasks_of(groups.open)
         tasks = [task for task in open_ones if not groups.ledger.is_finished(task.sample.id)]
         self._converse = any(task.converses for task in tasks)
-        self._order = order = self._recorded_order() if self._converse else None
-        if order is not None:
-            tasks = [task for task in tasks if not task.converses or task.sample.id in order]
         self._count("resumed", tasks)
         return tasks
 
@@ -120,19 +109,13 @@ class Partial(SchedulePolicy):
 
         Forward passes run afterwards, with all ranks free.
         """
-        schedule, loop, order = self.schedule, self.schedule.loop, self._order
+        schedule, loop = self.schedule, self.schedule.loop
         self._version = schedule.executor.version
         loop.make(tasks)
-        if not self._converse:
-            loop.run(self._enough, equal=True)
-        elif order is not None:
-            run_order(loop, order)
-        elif self.timed:
-            order = run_timed(loop, self._enough)
+        if self._converse:
+            self._run_windows(loop)
         else:
-            run_windows(loop, self._enough, self._windows())
-        if order is not None:
-            schedule.turn_orders.append(order)
+            loop.run(self._enough, equal=True)
         stopped = loop.park(with_kv=schedule.limits.parks_kv)
         self._count("parked", stopped)
         loop.finish()
@@ -155,16 +138,23 @@ class Partial(SchedulePolicy):
             "samples/staleness": float(max(ages, default=0)),
         }
 
-    def _recorded_order(self) -> RoundOrder | None:
-        """Return the order of the step's next round, where a record is followed."""
-        if self.turn_orders is None:
-            return None
-        orders, done = self.turn_orders.get(self.schedule.step, ()), len(self.schedule.turn_orders)
-        if done >= len(orders):
-            raise RecordDiffers(
-                f"round {done + 1} of step {self.schedule.step} is not in the record"
-            )
-        return orders[done]
+    def _run_windows(self, loop: Loop) -> None:
+        """Let conversations run in windows of a few turns until enough is complete after one.
+
+        So what is made by then depends on turns alone, never on the times of replies. Within a
+        window no sample waits for another. A queued one begins with a window.
+        """
+        turns, windows = loop.turns, self._windows()
+
+        def rest() -> bool:
+            return not loop.instances.in_flight and all(map(turns.rests, loop.held))
+
+        while loop.unfinished and not self._enough():
+            turns.close_window()
+            loop.deal()
+            turns.open_window(dict.fromkeys(loop.held, next(windows)))
+            loop.run_held(rest)
+        turns.close_window()
 
     def _windows(self) -> Iterator[int]:
         """Turns of the windows: first as many as those need that are likely trained, then few.

@@ -199,10 +199,6 @@ class Telemetry:
         line |= self._marks
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
-    def turn_orders(self, step: int, rounds: Sequence[Sequence[Any]]) -> None:
-        """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
-        self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
-
     def versions(self, step: int, record: Mapping[str, Any]) -> None:
         """Record which weights have made the tokens of a step: `flow.versions.record_to_json`."""
         self._append("versions", {"step": step, "phase": self._phase, **record})
@@ -344,8 +340,8 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_AT_ONCE = ("metrics", "lengths", "events", "turn_orders", "versions", "trace")
-_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders", "versions")
+_AT_ONCE = ("metrics", "lengths", "events", "versions", "trace")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "versions")
 
 
 def records_of(run_dir: Path) -> list[Path]:

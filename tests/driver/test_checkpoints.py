@@ -18,7 +18,7 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.driver import train
 from hybridrl.driver.checkpoints import Checkpoints, DriverState
-from hybridrl.driver.origin import Origin, changed_settings, find_origin, origin_again, settings_of
+from hybridrl.driver.origin import Origin, find_origin, origin_again, settings_of
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.models import tiny
 from hybridrl.preflight.prepare import prepare
@@ -375,16 +375,6 @@ def test_periodic_and_serial_go_on_from_each_other(
             assert refused(resumed).startswith(("schedule=", "schedule.max_staleness="))
         else:
             assert find_origin(resumed).point is not None
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "may"),
-    [("timed", "outputs/run", True), ("outputs/run", "timed", True), ("timed", "counted", False),
-     ("counted", "timed", False), ("counted", "outputs/run", False)],
-)  # fmt: skip
-def test_only_rounds_by_times_may_be_those_of_a_record(before: str, now: str, may: bool) -> None:
-    key, kind = "environment.partial", {"schedule.kind": "partial"}
-    assert changed_settings({key: before, **kind}, {key: now, **kind}) == ([] if may else [key])
 
 
 def test_where_there_is_nothing_to_go_on_from(

@@ -11,9 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from resumed_runs import check_same, ended, lines, state
+from resumed_runs import check_same, ended, state
 
-from hybridrl.config import ConfigError
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.environments import EpisodePool
 from hybridrl.schedule import loop as schedule_loop
@@ -253,46 +252,3 @@ def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
     rest = train_here(copy, *partial, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "run", copy, tmp_path)
-
-
-@pytest.mark.layouts
-@pytest.mark.slow  # two minutes
-def test_a_run_that_does_not_wait_is_repeated_from_its_record(
-    train_here: Callable[..., Any], settings: list[str], tmp_path: Path
-) -> None:
-    """From the start and resumed. Its environments sleep for random times, and some die.
-
-    Repeated they do not, but their processes are killed from outside.
-    """
-    changed = ("trainer.steps", "recipe", "environment.max_turn_tokens", "rollout.max_new")
-    kept = [x for x in settings if not x.startswith(changed)]
-    partial = [
-        *kept, *(x for x in PARTIAL if not x.startswith("deterministic")), "recipe.group_size=2",
-        "environment.max_turn_tokens=4", "rollout.max_new_tokens=64", "trainer.steps=4",
-        "+environment.params.turns=8", "+environment.params.ends=0.3",
-    ]  # fmt: skip
-    run, again = tmp_path / "run", tmp_path / "again"
-    timed = ["environment.partial=timed", "+environment.params.sleep=0.5"]
-    train_here(run, *partial, *timed, "+environment.params.dies=0.1")
-    orders = read_lines(run / "turn_orders.jsonl")
-    assert [line["step"] for line in orders] == [1, 2, 3, 4]
-    assert any(num and not ended for line in orders for _, num, ended in line["rounds"][0])
-    failures = [why for line in orders for _, _, _, *why in line["rounds"][0]]
-    assert ["crash"] in failures
-    copy = ended(run, tmp_path / "copy", 2)
-    with processes_killed() as kills:
-        train_here(again, *partial, f"environment.partial={run}")
-    assert kills
-    train_here(copy, *partial, f"environment.partial={run}", "trainer.resume=auto")
-    for other in (again, copy):
-        for name in ("turn_orders", "lengths", "samples"):
-            both = (  # evaluations have no record: some of their episodes die in the first run
-                [line for line in lines(one, name) if line["phase"] == "rl"] for one in (other, run)
-            )
-            assert next(both) == next(both), name
-    longer = [*partial, f"environment.partial={run}", "trainer.steps=5"]
-    ends = "this one ends with step 4, as the run would with trainer.steps=4"
-    with pytest.raises(ConfigError, match=f"wanted a record of steps 1 to 5: {ends}"):
-        train_here(tmp_path / "none", *longer)
-    with pytest.raises(ConfigError, match=r"environment\.partial=.*: wanted counted, timed, or a"):
-        train_here(tmp_path / "none", *partial, f"environment.partial={tmp_path}")

@@ -19,7 +19,7 @@ from hybridrl.flow import Flow, Graph
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.turns import TurnsTaken, order_to_json
+from hybridrl.flow.versions import FailureRecord
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
 from hybridrl.runtime.process_launcher import ProcessLauncher
@@ -57,6 +57,7 @@ async def differs(task, model, rng):
 """
 NOBODY = SimpleNamespace(failures=SimpleNamespace(ended=[]))  # no ranks are called
 ITEM = SimpleNamespace(prompt="q", prompt_ids=(1, 2), task=task("q"))
+NONE: FailureRecord = {}
 Make = Callable[..., Episodes]
 
 
@@ -79,11 +80,11 @@ def make(make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Make]:
     file.write_text(PROGRAMS)
     with ExitStack() as stack:
 
-        def make(program: str, *overrides: str) -> Episodes:
+        def make(program: str, *overrides: str, failures: FailureRecord = NONE) -> Episodes:
             settings = ["environment=function", f"environment.path={file}:{program}"]
             config = make_config(*settings, "rollout.max_new_tokens=64", *overrides, "run.dir=out")
             return stack.enter_context(
-                closing(Episodes(config, Words(), ProcessLauncher(config.cluster)))
+                closing(Episodes(config, Words(), ProcessLauncher(config.cluster), failures))
             )
 
         yield make
@@ -169,15 +170,10 @@ def test_a_replay_that_answers_otherwise_has_failed(make: Make) -> None:
 
 
 @pytest.mark.long
-def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Path) -> None:
+def test_what_has_failed_in_a_recorded_run_fails_again(make: Make) -> None:
     """In the turn in which it did there, whatever its environment says now."""
     ids = [SampleId(number) for number in range(2)]
-    orders = [{ids[0]: TurnsTaken(1, False), ids[1]: TurnsTaken(2, False)}]
-    orders += [{ids[0]: TurnsTaken(1, True, "crash"), ids[1]: TurnsTaken(1, True)}]
-    lines = [{"step": n, "rounds": [order_to_json(order)]} for n, order in enumerate(orders)]
-    (tmp_path / "turn_orders.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    recorded = ["schedule=partial", f"environment.partial={tmp_path}"]
-    episodes, same = make("talk", *recorded), make("talk")
+    episodes, same = make("talk", failures={ids[0]: (2, "crash")}), make("talk")
     for one in (episodes, same):
         one.start(ids, ITEM, 64)
     assert [answered(episodes, id, "a") for id in ids] == [answered(same, id, "a") for id in ids]

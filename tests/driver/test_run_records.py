@@ -304,7 +304,7 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
         ("driver INFO", f"{room}.run: step 2 begins"),
         ("driver DEBUG", f"{room}.ray_executor: stage update_actor begins on"),
         ("driver DEBUG", f"{room}.worker_group: rank 1 answered: "),
-        ("driver DEBUG", f"{room}.ray_executor: ended: stage update_actor"),
+        ("driver DEBUG", f"{room}.ray_executor: ended: UpdateDone stage=update_actor"),
         ("driver INFO", f"{room}.run: step 2 ended after"),
         ("driver INFO", f"{room}.checkpoints: wrote {runs['fused'] / 'final'} after step 4"),
         ("driver INFO", f"{room}.train: the run has finished"),

@@ -258,12 +258,6 @@ def test_settings_of_a_run_that_cannot_work() -> None:
         ("environment=grid", "environment.max_turns=0"): r"max_turns=0: wanted 1 or more",
         ("environment=grid", "environment.max_turn_tokens=25"): r"rollout\.max_new_tokens=24",
         ("environment=grid", "schedule=partial", "environment.replay=false"): r"environment\.repl",
-        ("environment=grid", "schedule=partial", "deterministic=strict", "environment.partial=timed"
-         ): r"environment\.partial=timed: wanted counted with deterministic=strict",
-        ("environment=grid", "environment.partial=timed"
-         ): r"environment\.partial=timed: wanted counted, or schedule=partial",
-        ("schedule=partial", "environment.partial=timed"
-         ): r"environment\.partial=timed: wanted counted, or an environment\.kind",
         ("environment=walk",): r"environment=walk",
         ("environment.stop=[x]",): r"environment\.stop=\['x'\]: wanted \[\], or an environment\.k",
     }  # fmt: skip

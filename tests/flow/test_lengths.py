@@ -1,70 +1,23 @@
 """Predicted lengths, and the dealing of samples to instances."""
 
 import json
-from collections.abc import Callable
-from itertools import islice, product
+from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.data.tasks import work
 from hybridrl.flow.lengths import (
     Forecast,
-    LearnedRanker,
     LengthRanker,
     PromptKey,
-    RunningRanker,
     dispatch,
     leveled,
 )
 
-RANKERS: list[Callable[[], LengthRanker]] = [RunningRanker, LearnedRanker]
 
-
-def worked(num: int, seed: int) -> list[tuple[PromptKey, int]]:
-    """Prompts of the work task in character tokens, and the lengths of what they ask for."""
-    rows = islice(work(seed), num)
-    return [
-        (
-            PromptKey((seed, i), "work", [ord(c) for c in row["question"] + ":"]),
-            len(f"{row['steps']}#{row['answer']}") + 1,
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def rank_correlation(a: list[float], b: list[int]) -> float:
-    """Spearman's, ties at their mean rank."""
-
-    def ranks(values: list[float] | list[int]) -> np.ndarray:
-        array = np.asarray(values)
-        return np.array([((array < x).sum() + (array <= x).sum()) / 2 for x in array])
-
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_learned_ranker_ranks_prompts_that_it_never_saw(seed: int) -> None:
-    learned, running = LearnedRanker(), RunningRanker()
-    for key, length in worked(400, seed):
-        for ranker in (learned, running):
-            ranker.observe(key, [length] * 4)
-    keys, lengths = zip(*worked(300, seed + 100), strict=True)
-    by_learning = rank_correlation(learned.predict(keys), list(lengths))
-    by_running = rank_correlation(running.predict(keys), list(lengths))
-    assert by_learning > 0.9
-    assert by_learning > by_running + 0.02
-    total = sum(learned.predict(keys)) / sum(lengths)
-    assert 0.8 < total < 1.25, "tokens in flight are counted with these"
-
-
-@pytest.mark.parametrize("make", RANKERS)
-def test_a_prompt_that_was_seen_is_expected_to_take_what_it_took(
-    make: Callable[[], LengthRanker],
-) -> None:
-    ranker = make()
+def test_a_prompt_that_was_seen_is_expected_to_take_what_it_took() -> None:
+    ranker = LengthRanker()
     keys = [PromptKey(i, "all alike", [1, 2, 3]) for i in range(64)]
     for key in keys:
         ranker.observe(key, [200 if key.item == 7 else 10] * 16)
@@ -75,7 +28,7 @@ def test_a_prompt_that_was_seen_is_expected_to_take_what_it_took(
 
 
 def test_what_is_not_known_is_what_is_known_of_more() -> None:
-    ranker = RunningRanker()
+    ranker = LengthRanker()
     new = PromptKey("new", "a", [0] * 20)
     assert ranker.predict([new]) == [20]
     for i in range(100):
@@ -89,7 +42,7 @@ def test_what_is_not_known_is_what_is_known_of_more() -> None:
 
 
 def test_means_follow_a_policy_that_changes() -> None:
-    ranker = RunningRanker()
+    ranker = LengthRanker()
     key = PromptKey("x", "a", [0])
     for length in [10] * 200 + [500] * 100:
         ranker.observe(key, [length])
@@ -97,7 +50,7 @@ def test_means_follow_a_policy_that_changes() -> None:
 
 
 def test_prompts_seen_longest_ago_are_forgotten() -> None:
-    ranker = RunningRanker(max_items=2)
+    ranker = LengthRanker(max_items=2)
     for item in ("a", "b", "a", "c"):
         ranker.observe(PromptKey(item, "t", [0]), [10])
     assert [name for name, *_ in ranker.state_dict()["items"]] == ["'a'", "'c'"]
@@ -112,16 +65,14 @@ keys_of = st.builds(
 observed = st.lists(st.tuples(keys_of, st.lists(st.integers(0, 10**6), max_size=4)), max_size=60)
 
 
-@pytest.mark.parametrize("make", [RunningRanker, lambda: LearnedRanker(64, 16, enough=4)])
 @settings(max_examples=40)
 @given(seen=observed, more=observed, asked=st.lists(keys_of, max_size=5))
 def test_predictions_are_positive_and_the_same_after_a_resume(
-    make: Callable[[], LengthRanker],
     seen: list[tuple[PromptKey, list[int]]],
     more: list[tuple[PromptKey, list[int]]],
     asked: list[PromptKey],
 ) -> None:
-    ranker, resumed = make(), make()
+    ranker, resumed = LengthRanker(), LengthRanker()
     for key, lengths in seen:
         ranker.observe(key, lengths)
     ranker.predict(asked)

@@ -106,7 +106,7 @@ def test_a_sample_that_begins_anew_stays_in_its_window() -> None:
     assert (turns.rests(a), turns.rests(b)) == (True, False)
     assert [answer.ids for answer in turns.answer([a, b])] == [(b,)]
     turns.forget([a, b])
-    assert (turns.is_open(a), turns.num_ended(a), turns.waited(a)) == (False, 1, 0.0)
+    assert (turns.is_open(a), turns.waited(a)) == (False, 0.0)
     turns.close_window()
     turns.ended([TurnEnded(a, (), "", "stop", 3)], 3.0)
     turns.replied(Replied((EpisodeReply(a, (1,)),), (1.0,)))

@@ -116,31 +116,6 @@ def test_generate_then_train(run: Path) -> None:
     assert any(str(batch.directory / "batch") in note for note in trained.notes)
 
 
-@pytest.mark.wide
-@pytest.mark.layouts
-def test_a_run_that_did_not_wait_is_replayed_from_its_record(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Conversations of `environment.partial=timed`, some of which are pending between steps."""
-    run = make_run(
-        tmp_path / "run", "environment=function", f"environment.path={TALKING}:talk",
-        "+environment.params={turns: 8, ends: 0.3, sleep: 0.3, fails: 0}", "reward=environment",
-        "environment.max_turn_tokens=4", "rollout.max_new_tokens=64", "rollout.decode_steps=2",
-        "schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2",
-        "environment.partial=timed", "deterministic=off", "telemetry.digests=true",
-        "trainer.steps=4", "cluster.ranks=1", without=["reward", "rollout.max_new_tokens"],
-    )  # fmt: skip
-    orders = read_lines(run / "turn_orders.jsonl")
-    assert any(num and not ended for line in orders for _, num, ended in line["rounds"][0])
-    for step in (4, 3):
-        report = replay(ReplayRequest(run_dir=run, step=step))
-        assert report.as_promised
-        names = {comparison.name for comparison in report.comparisons if comparison.compared}
-        assert names >= {"tokens", "reward", "loss", "weights"}
-        recorded = read_lines(report.directory / "turn_orders.jsonl")
-        assert recorded == [line for line in orders if report.begun_after < line["step"] <= step]
-
-
 @pytest.fixture(scope="module")
 def make_flying(make_run: Callable[..., Path]) -> Callable[..., Path]:
     """Makes a run with weights in flight: long responses, short calls, one rank of each kind."""

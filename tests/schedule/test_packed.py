@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, recipe
 from hybridrl.flow.executor import Sampling, Scope
-from hybridrl.flow.lengths import LengthModel, PromptKey, RunningRanker
+from hybridrl.flow.lengths import LengthModel, LengthRanker, PromptKey
 from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS
 from hybridrl.schedule.base import StepSettings
@@ -133,7 +133,7 @@ def specification(length_of, own_of, k, prompts, wait, limit, steps):
     `length_of` an id and a version, `own_of` the model's own tokens of them.
     None where a step needs a prompt past all those of its cycle.
     """
-    ranker, cycle, longest, position, waiting = RunningRanker(), wait + 1, [], 0, {}
+    ranker, cycle, longest, position, waiting = LengthRanker(), wait + 1, [], 0, {}
     for step in range(steps):
         if not waiting:
             waiting = dict.fromkeys(range(position, position + prompts * cycle), 0)

@@ -15,14 +15,6 @@ from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
-from hybridrl.flow.sample import NO_VERSION
-from hybridrl.flow.turns import (
-    RecordDiffers,
-    TurnsTaken,
-    failed_turns,
-    order_from_json,
-    order_to_json,
-)
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
@@ -53,11 +45,9 @@ def toy(flow: Flow, cfg: dict[str, Any]) -> None:
 
 def make(
     executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
-    num_prompts=10_000, first_prompt=0, turns=False, timed=False, turn_orders=None,
+    num_prompts=10_000, first_prompt=0, turns=False,
 ):  # fmt: skip
-    policy = Partial(
-        over_provision=over, max_staleness=staleness, timed=timed, turn_orders=turn_orders
-    )
+    policy = Partial(over_provision=over, max_staleness=staleness)
     return LoopSchedule(
         toy.build(cfg),
         executor,
@@ -101,7 +91,6 @@ cases = given(
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
     turns=st.sampled_from([0, 0, 1, 4]),
-    timed=st.booleans(),
 )
 
 
@@ -119,7 +108,7 @@ def assert_settled(schedule, result):
 
 def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
-    stale_kv, kind, lengths, rewards, finishes, hangs, deaths, turns, timed,
+    stale_kv, kind, lengths, rewards, finishes, hangs, deaths, turns,
 ):  # fmt: skip
     cfg: dict[str, Any] = {"k": k, "filter": kind != "plain"}
     if kind == "take":
@@ -132,7 +121,7 @@ def check(
     )  # fmt: skip
     schedule = make(
         executor, cfg, prompts=prompts, decode_steps=decode_steps, over=1 + extra * staleness,
-        staleness=staleness, stale_kv=stale_kv, held=held, turns=bool(turns), timed=timed,
+        staleness=staleness, stale_kv=stale_kv, held=held, turns=bool(turns),
     )  # fmt: skip
     left: list[SampleId] = []
     versions: dict[int, int] = {}  # the version that each prompt began with
@@ -289,144 +278,6 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
         left = sorted(schedule.close())
         seen.append((executor.updates, sorted(executor.released), left))
     assert seen[0] == seen[1]
-
-
-# -- without waiting for replies -----------------------------------------------------------------
-
-
-TAKE = {"num_groups": 4, "round_prompts": 4, "max_rounds": 50}
-
-
-def spans_of(results):
-    return [[(s.id, s.spans, sorted(s.scalars.items())) for s in r.samples] for r in results]
-
-
-@pytest.mark.layouts
-@given(
-    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
-    instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    decode_steps=st.tuples(st.integers(1, 12), st.integers(1, 12)),
-    held=st.tuples(st.integers(2, 9), st.sampled_from([3, 100])),
-    cfg=st.sampled_from([{}, {"filter": True}, {"k": 3}, {"filter": True, "take": TAKE}]),
-    staleness=st.integers(1, 3),
-    lengths=lengths,
-    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
-    turns=st.integers(1, 4),
-    resumes=st.booleans(),
-)
-@settings(max_examples=60)
-def test_a_recorded_run_is_repeated_whatever_the_waits(
-    virtual_executor, seeds, instances, decode_steps, held, cfg, staleness, lengths, rewards,
-    turns, resumes,
-):  # fmt: skip
-    """A run is repeated in other calls, too, and where it resumes from another run's state."""
-    orders, seen, reward_of = {}, [], of_id(rewards)
-    if "take" in cfg:  # it finds enough in some rounds, in which not all make new prompts
-        reward_of = lambda id: float(id.k == 0 and id.prompt % 3 > 0)  # noqa: E731
-    for follows, seed, num, steps, most in zip(
-        (False, True), seeds, instances, decode_steps, held, strict=True
-    ):
-        executor = virtual_executor(
-            num, seed, of_id(lengths), lambda id: (reward_of(id), "ok"),
-            turns_of=of_turns(of_id(lengths), turns),
-        )  # fmt: skip
-        more = {"decode_steps": steps, "over": 1 + staleness, "staleness": staleness, "held": most}
-        more |= {"turns": True, "timed": not follows, "turn_orders": orders if follows else None}
-        schedule, results = make(executor, cfg, **more), []
-        for step in range(4):
-            results.append(result := schedule.run_step(step))
-            rounds = json.loads(json.dumps([order_to_json(order) for order in result.turn_orders]))
-            assert rounds
-            if follows:
-                earlier = [[[[*id, 0], *taken] for id, *taken in order] for order in rounds]
-                assert [order_from_json(order) for order in earlier] == orders[step]
-            orders[step] = [order_from_json(order) for order in rounds]
-            if resumes:
-                schedule.release()
-                state, pending = json.loads(json.dumps(schedule.state_dict())), schedule.pending()
-                pulled = next(schedule.prompts)[0]
-                schedule = make(executor, cfg, **more, first_prompt=pulled)
-                schedule.load_state_dict(state, prompt_at=lambda i: f"prompt {i}", ranks=range(num))
-                if parked := {c.id: c.parked.state[1][c.id] for c in pending if c.parked}:
-                    schedule.restore_parked((0, parked))
-                executor.replay_episodes()
-        event("some are parked" if executor.parked else "none is parked")
-        seen.append(spans_of(results))
-    assert seen[0] == seen[1]
-
-
-def hanging(virtual_executor, **more):
-    """Prompt 0 makes two turns; the reply to its first one takes a thousand seconds."""
-    executor = virtual_executor(
-        1, 0, lambda id: 9, turns_of=lambda id: [3, 5, 9] if id.prompt == 0 else [9],
-        wait_of=lambda id, turn: 1000.0 if (id.prompt, turn) == (0, 0) else 1.0,
-    )  # fmt: skip
-    return executor, make(executor, {"k": 1}, prompts=2, over=1.5, turns=True, **more)
-
-
-def test_a_step_does_not_wait_for_a_reply(virtual_executor):
-    """It trains on prompts 1 and 2; prompt 0 waits on, and is trained in the next step."""
-    executor, counted = hanging(virtual_executor)
-    assert [s.id.prompt for s in counted.run_step(0).samples] == [0, 1]
-    assert executor.clock.now() > 1000
-    executor, timed = hanging(virtual_executor, timed=True)
-    first = timed.run_step(0)
-    assert [s.id.prompt for s in first.samples] == [1, 2]
-    assert executor.clock.now() < 100
-    (order,) = first.turn_orders
-    ended = TurnsTaken(1, True)
-    assert order == {SampleId(0): TurnsTaken(1, False), SampleId(1): ended, SampleId(2): ended}
-    assert [c.waits for c in timed.pending()] == [True]
-    second = timed.run_step(1)
-    assert second.samples[0].id.prompt == 0
-    assert [span.version for span in second.samples[0].spans] == [0, NO_VERSION, 1]
-
-
-def test_a_record_is_followed_though_a_reply_comes_sooner(virtual_executor):
-    """Prompt 0's reply is there at once: it rests until the next step."""
-    order = {SampleId(0): TurnsTaken(1, False), SampleId(1): TurnsTaken(1, True)}
-    order[SampleId(2)] = TurnsTaken(1, True)
-    executor, schedule = hanging(virtual_executor, turn_orders={0: [order]})
-    executor.wait_of = lambda id, turn: 0.0 if id.prompt == 0 else 50.0
-    assert [s.id.prompt for s in schedule.run_step(0).samples] == [1, 2]
-    with pytest.raises(RecordDiffers, match=r"round 1 of step 1 is not in the record"):
-        schedule.run_step(1)
-
-
-@pytest.mark.parametrize(
-    ("turns", "ended", "message"),
-    [(1, True, "sample 0.0 does not end in 1 turns"), (3, False, "sample 0.0 ends in 3 turns")],
-)
-def test_a_record_of_another_run_is_told(virtual_executor, turns, ended, message):
-    order = {SampleId(0): TurnsTaken(turns, ended), SampleId(1): TurnsTaken(1, True)}
-    strange = order | {SampleId(9): TurnsTaken(1, True)}
-    _, other = hanging(virtual_executor, turn_orders={0: [strange]})
-    with pytest.raises(RecordDiffers, match=r"it has no sample 9\.0 in this round"):
-        other.run_step(0)
-    _, schedule = hanging(virtual_executor, turn_orders={0: [order]})
-    with pytest.raises(RecordDiffers, match=message):
-        schedule.run_step(0)
-
-
-@pytest.mark.parametrize(
-    ("now", "message"),
-    [("crash", ""), ("", r"2\.0 ends in 1 turns of a round$"), ("error", r"has failed: error\)")],
-)
-def test_a_record_has_the_failures_of_episodes(virtual_executor, now, message):
-    """Prompt 2's has failed in the turn that ended it, and prompt 0's in the next step."""
-    executor, timed = hanging(virtual_executor, timed=True)
-    executor.failures = {SampleId(0): "timeout", SampleId(2): "crash"}
-    orders = {step: timed.run_step(step).turn_orders for step in range(2)}
-    assert orders[0][0][SampleId(2)] == TurnsTaken(1, True, "crash")
-    assert orders[1][0][SampleId(0)] == TurnsTaken(1, True, "timeout")
-    assert failed_turns(orders) == {SampleId(2): (1, "crash"), SampleId(0): (2, "timeout")}
-    executor, schedule = hanging(virtual_executor, turn_orders=orders)
-    executor.failures = {SampleId(0): "timeout", SampleId(2): now}
-    if not message:
-        assert [schedule.run_step(step).turn_orders for step in range(2)] == [*orders.values()]
-        return
-    with pytest.raises(RecordDiffers, match=message):
-        schedule.run_step(0)
 
 
 LENGTHS = {0: 30, 1: 4, 2: 30, 3: 4, 4: 4, 5: 30}

@@ -324,21 +324,12 @@ def _forward(root: nn.Module, rows: _Prepared, with_entropy: bool) -> ChunkForwa
 
 
 def _check(engine: TrainEngine, first: TrainEngine) -> None:
-    """Collectives within the lists would deadlock, but for those of tp: its ranks run one list."""
+    """Collectives within the lists would deadlock, but for those of tp: its ranks run one list.
+
+    `preflight.fused_updates` has said so to the user.
+    """
     axes = engine.dims.axes
-    if axes.tp != first.dims.axes.tp:
-        raise ValueError(
-            f"layout.tp is {axes.tp} and {first.dims.axes.tp}: models train together with one tp"
-        )
-    for key, value in (("cp", engine.dims.config.cp), ("ep", axes.ep)):
-        if value > 1:
-            raise ValueError(f"layout.{key}={value}: models that train together have {key} 1")
-    if not engine.keep_unsharded:
-        raise ValueError(
-            f"{engine.num_parameters} parameters without a pipeline: FSDP would gather their layers"
-            " one by one, and models that train together are gathered whole"
-        )
-    if engine.trainer.chunk_tokens:
-        raise ValueError(
-            f"trainer.chunk_tokens={engine.trainer.chunk_tokens}: models that train together have 0"
-        )
+    assert axes.tp == first.dims.axes.tp, "models train together with one tp"
+    assert engine.dims.config.cp == axes.ep == 1, "a plan has no messages of cp and ep"
+    assert engine.keep_unsharded, "FSDP would gather layers one by one"
+    assert not engine.trainer.chunk_tokens, "chunks of a sequence are trained alone"
