@@ -218,8 +218,15 @@ class Turns:
             self.ranks.ask(ServingWorker.train)
         else:
             self.ranks.ask(ServingWorker.generate_with, place)
-        self.history.switched()
+        self.history.switched(self._model_at(place))
         self.place = place
+
+    def _model_at(self, place: int) -> str | None:
+        """The model that work at a place is for; None: the base."""
+        if place == TRAIN and not self._scores_next():
+            return self.training[0].request.model
+        snapshot = self.unscored.first.snapshot if place == TRAIN else self.snapshots[place]
+        return snapshot.model
 
     def _read(self, snapshot: Snapshot) -> None:
         """Have the ranks read a snapshot, which they do in TRAIN."""
@@ -271,7 +278,9 @@ class Turns:
 
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
-        self.sampling.begin(self.waiting.pop(snapshot.version, []))
+        new = self.waiting.pop(snapshot.version, [])
+        self.history.began(new, self._now())
+        self.sampling.begin(new)
         done = self.sampling.draw(snapshot, self._decode_steps)
         self.history.sampled(done)
         self._close(done)
