@@ -323,7 +323,8 @@ class Turns:
             yield ticket.future
         for _, future in self.leaving:
             yield future
-        for requests in (self.unscored, *self.waiting.values(), self.sampling.open()):
+        yield from (one.future for one in self.unscored)
+        for requests in (*self.waiting.values(), self.sampling.open()):
             for one in requests:
                 yield one.future
 

@@ -10,6 +10,7 @@ import pytest
 from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of
 
 from hybridrl.serving.loop import Turns
+from hybridrl.serving.payloads import read_sampling
 from hybridrl.serving.requests import (
     CreateModel,
     DropSamples,
@@ -103,7 +104,7 @@ def test_a_snapshot_that_cannot_be_read_refuses_its_prompts_and_no_others(loop: 
     refused, other = taken(loop, scored(None)), taken(loop, scored(PATHS[0]))
     while loop.work():
         pass
-    with pytest.raises(Refused, match="^the base model cannot be read: no such file$"):
+    with pytest.raises(Refused, match=r"^the base model cannot be read: no such file$"):
         refused.result(0)
     assert other.result(0)
 
@@ -115,7 +116,7 @@ def test_prompts_go_with_their_session(loop: Turns) -> None:
     assert {*loop.open()} == {left, other, dropped}
     while loop.work():
         pass
-    with pytest.raises(Refused, match="^session s: finished$"):
+    with pytest.raises(Refused, match=r"^session s: finished$"):
         left.result(0)
     assert other.result(0)
     assert _ranks(loop).called("add_gradient") == [[1, 1]]
@@ -132,3 +133,13 @@ def test_a_rank_that_dies_leaves_no_prompt_without_an_answer(
     with pytest.raises(OSError, match="died"):
         loop.work()
     assert [*loop.open()] == [waiting]
+
+
+@pytest.mark.parametrize("name", ["topk_prompt_logprobs", "topk_sample_logprobs"])
+def test_likeliest_tokens_are_refused(name: str) -> None:
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 1}}
+    unable = replace(SERVED, sampler_scores=False)
+    read_sampling({**body, name: 0}, None, (0, 0), "s", unable)
+    read_sampling({**body, name: 1}, None, (0, 0), "s", SERVED)
+    with pytest.raises(Refused, match=f"^{name}=1: wanted 0; a server with rollout=native gives"):
+        read_sampling({**body, name: 1}, None, (0, 0), "s", unable)
