@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from serve_ranks import FakeRanks, answered, taken, turns_of
+from serve_ranks import FakeRanks, answered, taken, turns_of, work_all
 
 from hybridrl.serving.requests import (
     CreateModel,
@@ -35,8 +35,7 @@ def test_a_row_has_what_happened_to_its_model_since_its_own_last_row(tmp_path: P
         request = SampleRequest(path, IDS, 2, SampleSettings(max_tokens=4), (0, 0), "s")
         waiting = taken(turns, request)
         now[0] += 3
-        while turns.work():
-            pass
+        work_all(turns)
         assert waiting.result(0)
     waiting = taken(turns, _gradient("a"))
     now[0] += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of
+from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of, work_all
 
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.payloads import read_sampling
@@ -52,8 +52,7 @@ def test_next_and_named_tokens_are_the_targets_of_a_forward_pass(loop: Turns) ->
     """The fake ranks' log-probability of a target is the token's number plus 1."""
     named = np.array([[7, -1], [0, 9]], np.int32)
     both, plain = (taken(loop, scored(PATHS[0], **more)) for more in ({"named": named}, {}))
-    while loop.work():
-        pass
+    work_all(loop)
     for future in (both, plain):
         samples = future.result(0)
         assert isinstance(samples, Samples)
@@ -66,8 +65,7 @@ def test_prompts_of_a_snapshot_are_scored_together_before_it_generates(loop: Tur
     waiting = [taken(loop, scored(path)) for path in (PATHS[0], PATHS[1], PATHS[0], None)]
     step = taken(loop, OptimStep("a", 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
     bare = taken(loop, replace(scored(PATHS[0]), prompt_logprobs=False))
-    while loop.work():
-        pass
+    work_all(loop)
     assert all(future.result(0) for future in (*waiting, bare))
     with pytest.raises(Refused, match="no gradient"):
         step.result(0)
@@ -102,8 +100,7 @@ def test_a_snapshot_whose_prompts_wait_does_not_generate(loop: Turns) -> None:
 def test_a_snapshot_that_cannot_be_read_refuses_its_prompts_and_no_others(loop: Turns) -> None:
     _ranks(loop).answers["read_snapshot"] = "no such file"
     refused, other = taken(loop, scored(None)), taken(loop, scored(PATHS[0]))
-    while loop.work():
-        pass
+    work_all(loop)
     with pytest.raises(Refused, match=r"^the base model cannot be read: no such file$"):
         refused.result(0)
     assert other.result(0)
@@ -114,8 +111,7 @@ def test_prompts_go_with_their_session(loop: Turns) -> None:
     other = taken(loop, scored(PATHS[0], session="other"))
     dropped: Future[Any] = taken(loop, DropSamples("s", "finished"))
     assert {*loop.open()} == {left, other, dropped}
-    while loop.work():
-        pass
+    work_all(loop)
     with pytest.raises(Refused, match=r"^session s: finished$"):
         left.result(0)
     assert other.result(0)

@@ -49,7 +49,7 @@ def test_every_model_has_a_curve_of_what_it_did(viewer: Any, tmp_path: Path) -> 
                 *(f"loss/{model}" for model in models),
             ]
             last = page.locator('[data-chart="model/response_tokens_mean"] .last').inner_text()
-            assert last == "last 1 tokens"
+            assert last == "last 1.00 tokens"
             page.close()
     assert viewer.errors == []
 
