@@ -1,5 +1,6 @@
 """Ranks at the seam of a server's loop: they compute nothing, and record what they are asked."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,7 +36,8 @@ class FakeRanks:
         return answer(*args) if callable(answer) else answer
 
     def add_gradient(self, call: Any, data: Sequence[Any]) -> tuple[list[Any], dict[str, float]]:
-        return [np.zeros(x.targets.shape, np.float32) for x in data], {"loss": 0.0}
+        self.asked.append(("add_gradient", call.model, len(data)))
+        return [1 + x.targets.astype(np.float32) for x in data], {"loss": 0.0}
 
     def draw(
         self, new: Mapping[int, Sequence[DrawnSample]], num_decode_steps: int
@@ -61,10 +63,18 @@ def _saved(model: str, folder: str, state: bool) -> str:
     return ""
 
 
-def turns_of(ranks: FakeRanks, run_dir: Path, served: ServedModel = SERVED, **own: Any) -> Turns:
+def turns_of(
+    ranks: FakeRanks,
+    run_dir: Path,
+    served: ServedModel = SERVED,
+    *,
+    telemetry: Any = None,
+    now: Callable[[], float] = time.monotonic,
+    **own: Any,
+) -> Turns:
     """A server's loop over these ranks."""
-    history = ServerHistory(Mock(), 0)
-    return Turns(ranks, served, run_dir, ServeConfig(**own), history, 32)  # type: ignore[arg-type]
+    history = ServerHistory(telemetry or Mock(), 0)
+    return Turns(ranks, served, run_dir, ServeConfig(**own), history, 32, now)  # type: ignore[arg-type]
 
 
 def taken(turns: Turns, request: ClientRequest) -> "Future[ClientAnswer]":
@@ -77,6 +87,13 @@ def taken(turns: Turns, request: ClientRequest) -> "Future[ClientAnswer]":
 def answered(turns: Turns, request: ClientRequest) -> ClientAnswer:
     """The answer to a request, once there is no work left."""
     future = taken(turns, request)
-    while turns.work():
-        pass
+    work_all(turns)
     return future.result(0)
+
+
+def work_all(turns: Turns) -> None:
+    """Work until there is none left, which is soon."""
+    for _ in range(100):
+        if not turns.work():
+            return
+    raise AssertionError("there is always work")

@@ -1,5 +1,6 @@
 """What a server records for `hybridrl watch`: its optimizer steps, and what became of models."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -29,27 +30,56 @@ class _Gradient:
     tokens: int = 0
 
 
+_MOST = 10_000
+"""Responses and waits that are remembered until the next step, which may never be asked for."""
+
+
+def _figures() -> deque[float]:
+    return deque(maxlen=_MOST)
+
+
+@dataclass(slots=True)
+class _Window:
+    """What has happened since the last row: to one model, or to all."""
+
+    waits: deque[float] = field(default_factory=_figures)
+    sample_waits: deque[float] = field(default_factory=_figures)
+    lengths: deque[float] = field(default_factory=_figures)
+    switches: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The row's metrics; a mean of nothing is left out."""
+        lists = {
+            "wait_s": self.waits,
+            "sample_wait_s": self.sample_waits,
+            "response_tokens_mean": self.lengths,
+        }
+        means = {name: fmean(values) for name, values in lists.items() if values}
+        return {**means, "switches": float(self.switches)}
+
+
 @dataclass(slots=True)
 class ServerHistory:
     """A row of metrics for each optimizer step of any model, and an event for each model's change.
 
     `step` counts the steps of all models. A row has the model's `loss` (the sum that clients ask
-    for), `grad_norm` and `lr`, and `loss/MODEL` and `grad_norm/MODEL` for a curve by model.
-    `train_tokens` are those of its gradient. Since the row before: `response_tokens_mean` of the
-    responses, `wait_s` of the training requests (mean seconds until they began), `switches`.
+    for), `grad_norm` and `lr`; `train_tokens` are those of its gradient. Since the row before:
+    `response_tokens_mean` of the responses, `wait_s` of the training requests and `sample_wait_s`
+    of those for samples (mean seconds until they began), `switches`. `loss/MODEL`,
+    `grad_norm/MODEL` and these four are the model's own, since its own last row.
     """
 
     telemetry: Telemetry
     step: int
     _gradients: dict[str, _Gradient] = field(default_factory=dict)
-    _lengths: list[int] = field(default_factory=list)
-    _waits: list[float] = field(default_factory=list)
-    _switches: int = 0
+    _all: _Window = field(default_factory=_Window)
+    _of: defaultdict[str | None, _Window] = field(default_factory=lambda: defaultdict(_Window))
 
     def trained(self, request: ModelRequest, answer: ClientAnswer, waited: float) -> None:
         """Record a request of training that is answered, and the seconds until it began."""
-        self._waits.append(waited)
         model, steps = request.model, self.step
+        for window in (self._all, self._of[model]):
+            window.waits.append(waited)
         match request, answer:
             case ForwardBackward(backward=True), LossOutputs():
                 gradient = self._gradients.setdefault(model, _Gradient())
@@ -65,34 +95,41 @@ class ServerHistory:
                 self.telemetry.event("model", step=steps, model=model, what=f"saved {answer.path}")
             case Unload(), _:
                 self._gradients.pop(model, None)
+                self._of.pop(model, None)
                 self.telemetry.event("model", step=steps, model=model, what="unloaded")
+
+    def began(self, requests: Sequence[OpenSampling], now: float) -> None:
+        """Record requests for samples whose turn has come."""
+        for one in requests:
+            for window in (self._all, self._of[one.snapshot.model]):
+                window.sample_waits.append(now - one.since)
 
     def sampled(self, done: Sequence[OpenSampling]) -> None:
         """Record requests for samples that are answered."""
-        self._lengths += [len(drawn.tokens) for one in done for drawn in one.drawn.values()]
-        del self._lengths[:-_MOST_LENGTHS]
+        for one in done:
+            lengths = [len(drawn.tokens) for drawn in one.drawn.values()]
+            for window in (self._all, self._of[one.snapshot.model]):
+                window.lengths += lengths
 
-    def switched(self) -> None:
-        """Record that the ranks have changed between training and generation, or snapshots."""
-        self._switches += 1
+    def switched(self, model: str | None) -> None:
+        """Record that the ranks train now, or generate with another snapshot, for a model.
+
+        None is the base.
+        """
+        for window in (self._all, self._of[model]):
+            window.switches += 1
 
     def _log(self, model: str, metrics: dict[str, float]) -> None:
         self.step += 1
         gradient = self._gradients.pop(model, _Gradient())
         own = {"loss": gradient.loss, "grad_norm": metrics["grad_norm"]}
+        of_model = own | self._of.pop(model).metrics()
         row = {
             **own,
-            **{f"{name}/{model}": value for name, value in own.items()},
+            **self._all.metrics(),
+            **{f"{name}/{model}": value for name, value in of_model.items()},
             "lr": metrics["lr"],
             "train_tokens": float(gradient.tokens),
-            "wait_s": fmean(self._waits),
-            "switches": float(self._switches),
         }
-        if self._lengths:
-            row["response_tokens_mean"] = fmean(self._lengths)
+        self._all = _Window()
         self.telemetry.log(self.step, row)
-        self._lengths, self._waits, self._switches = [], [], 0
-
-
-_MOST_LENGTHS = 10_000
-"""Responses that are remembered until the next step, which a server may never be asked for."""

@@ -1,6 +1,7 @@
 """The loop of a server: clients' requests in turn on the ranks, in a thread beside the HTTP side.
 
     submit -> inbox -> training's queue, in the order of arrival  -> TRAIN
+                    -> prompts that training shards score         -> TRAIN, then as samples
                     -> samples waiting, by their snapshot         -> GENERATE with that snapshot
 
 The ranks are in one place at a time (`turns`). Work is one request of training, or a few decode
@@ -31,6 +32,7 @@ from hybridrl.runtime.launchers import launched
 from hybridrl.serving.checkpoints import CheckpointFiles
 from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.prepare import PreparedServer, prepare_server
+from hybridrl.serving.prompt_scores import PromptScoring
 from hybridrl.serving.ranks import ServingRanks
 from hybridrl.serving.requests import (
     Checkpoint,
@@ -73,8 +75,8 @@ class Ticket:
 class Turns:
     """All work that clients wait for, and the place where the ranks are.
 
-    Invariant: every request's future is in one place: in `training`, in `waiting` under the version
-    of its snapshot, with `sampling`, which has begun it, or in `leaving`.
+    Invariant: every request's future is in one place: in `training`, in `unscored`, in `waiting`
+    under the version of its snapshot, with `sampling`, which has begun it, or in `leaving`.
     """
 
     def __init__(
@@ -92,13 +94,14 @@ class Turns:
         self.files = CheckpointFiles(run_dir)
         self.snapshots = Snapshots(settings.snapshots)
         self.clients = ClientTraining(ranks, served, self.files, self.snapshots)
-        self.sampling = ClientSampling(ranks)
+        self.sampling = ClientSampling(ranks, served.sampler_scores)
         self.training: deque[Ticket] = deque()
+        self.unscored = PromptScoring(self.clients)
         self.waiting: dict[int, list[OpenSampling]] = {}
         self.leaving: deque[tuple[DropSamples, Future[ClientAnswer]]] = deque()
         self.place = TRAIN
         self._numbers = itertools.count()
-        self._since: dict[int, float] = {}  # of the snapshots with open requests
+        self._since: dict[int, float] = {}  # of the snapshots that are to generate
         self._left_training = 0.0
 
     def take(self, request: ClientRequest, future: "Future[ClientAnswer]") -> None:
@@ -134,10 +137,17 @@ class Turns:
         snapshot.open += 1
         self.snapshots.sampled(snapshot)
         number = next(self._numbers)
-        self.waiting.setdefault(snapshot.version, []).append(
-            OpenSampling(request, future, snapshot, most, number)
-        )
-        self._since.setdefault(snapshot.version, self._now())
+        one = OpenSampling(request, future, snapshot, most, number, self._now())
+        if one.wants_prompt and not self.served.sampler_scores:
+            self.unscored.add(one)
+        else:
+            self._wait(one)
+
+    def _wait(self, one: OpenSampling) -> None:
+        """Let a request wait until its snapshot generates."""
+        version = one.snapshot.version
+        self.waiting.setdefault(version, []).append(one)
+        self._since.setdefault(version, self._now())
 
     def _snapshot(self, text: str | None) -> Snapshot:
         """The snapshot of a path, which may have to be read before it generates."""
@@ -165,8 +175,9 @@ class Turns:
             self.leaving.popleft()[1].set_result(Completed())
             return True
         since = dict(self._since)
-        if self.training:
-            since[TRAIN] = max(self.training[0].since, self._left_training)
+        asked = [x.since for x in (*self.training, *self.unscored)]
+        if asked:
+            since[TRAIN] = max(min(asked), self._left_training)
         if not since:
             return False
         place = next_place(self.place, since, self._now(), self._settings.patience_s)
@@ -174,9 +185,11 @@ class Turns:
             try:
                 self._enter(place)
             except Refused as refused:
-                self._refuse(self.waiting[place], refused)  # none of them has begun
+                self._refuse(self.waiting.pop(place), refused)  # none of them has begun
                 return True
-        if place == TRAIN:
+        if place == TRAIN and self._scores_next():
+            self._score(self.unscored.next())
+        elif place == TRAIN:
             self._train(self.training[0])
             self.training.popleft()  # a request whose run raises is still here, to be failed
         else:
@@ -205,8 +218,15 @@ class Turns:
             self.ranks.ask(ServingWorker.train)
         else:
             self.ranks.ask(ServingWorker.generate_with, place)
-        self.history.switched()
+        self.history.switched(self._model_at(place))
         self.place = place
+
+    def _model_at(self, place: int) -> str | None:
+        """The model that work at a place is for; None: the base."""
+        if place == TRAIN and not self._scores_next():
+            return self.training[0].request.model
+        snapshot = self.unscored.first.snapshot if place == TRAIN else self.snapshots[place]
+        return snapshot.model
 
     def _read(self, snapshot: Snapshot) -> None:
         """Have the ranks read a snapshot, which they do in TRAIN."""
@@ -235,9 +255,32 @@ class Turns:
             self.history.trained(ticket.request, answer, begun - ticket.since)
             ticket.future.set_result(answer)
 
+    def _scores_next(self) -> bool:
+        """Whether the request that has waited longest for TRAIN is one of `unscored`."""
+        if not (self.unscored and self.training):
+            return bool(self.unscored)
+        return self.unscored.first.since < self.training[0].since
+
+    def _score(self, requests: list[OpenSampling]) -> None:
+        """Score the prompts of requests for one snapshot, which then wait for it to generate."""
+        snapshot = requests[0].snapshot
+        try:
+            if not snapshot.here:
+                self._read(snapshot)
+        except Refused as refused:
+            self.unscored.remove(requests)
+            self._refuse(requests, refused)
+            return
+        self.unscored.score(requests)
+        self.unscored.remove(requests)
+        for one in requests:
+            self._wait(one)
+
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
-        self.sampling.begin(self.waiting.pop(snapshot.version, []))
+        new = self.waiting.pop(snapshot.version, [])
+        self.history.began(new, self._now())
+        self.sampling.begin(new)
         done = self.sampling.draw(snapshot, self._decode_steps)
         self.history.sampled(done)
         self._close(done)
@@ -251,6 +294,9 @@ class Turns:
         for version, waiting in self.waiting.items():
             dropped += [one for one in waiting if one.request.session == session]
             self.waiting[version] = [one for one in waiting if one.request.session != session]
+        unscored = [one for one in self.unscored if one.request.session == session]
+        self.unscored.remove(unscored)
+        dropped += unscored
         self._refuse(dropped, Refused(f"session {session}: {request.reason}"))
 
     def _refuse(self, requests: Sequence[OpenSampling], refused: Refused) -> None:
@@ -261,10 +307,12 @@ class Turns:
 
     def _close(self, requests: Iterable[OpenSampling]) -> None:
         """Note that requests are answered; their snapshots may go, of which no sample is wanted."""
+        begun = {one.snapshot.version for one in self.sampling.open()}
         for snapshot in (one.snapshot for one in requests):
             snapshot.open -= 1
+            if not (self.waiting.get(snapshot.version) or snapshot.version in begun):
+                self._since.pop(snapshot.version, None)
             if not snapshot.open:
-                del self._since[snapshot.version]
                 self.waiting.pop(snapshot.version, None)
                 self.snapshots.closed(snapshot)
         self._drop()  # some may have no path any more
@@ -275,6 +323,7 @@ class Turns:
             yield ticket.future
         for _, future in self.leaving:
             yield future
+        yield from (one.future for one in self.unscored)
         for requests in (*self.waiting.values(), self.sampling.open()):
             for one in requests:
                 yield one.future

@@ -274,7 +274,7 @@ def read_sampling(
         told = f"the prompt's {len(prompt)} tokens and max_tokens={most}"
         raise Refused(f"{told}: wanted at most {info.max_tokens} together")
     topk, topk_sampled = (
-        integer(body, name, 0, 0, info.vocab) or 0
+        _number_likeliest(body, name, info)
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
     )
     named, layout = _read_named(body, len(prompt), info)
@@ -293,6 +293,14 @@ def read_sampling(
         named,
     )
     return SampleBody(request, count, last, layout)
+
+
+def _number_likeliest(body: Body, name: str, info: ServedModel) -> int:
+    """How many likeliest tokens a body wants at a position. Raises Refused where there are none."""
+    number = integer(body, name, 0, 0, info.vocab) or 0
+    if number and not info.sampler_scores:
+        raise Refused(f"{name}={number}: wanted 0; a server with rollout=native gives them")
+    return number
 
 
 def _read_named(

@@ -79,6 +79,7 @@ def prepare_server(config: Config) -> PreparedServer:
         lora_rank=config.actor.lora.rank,
         vocab=load_config(path).vocab_size,
         trained=_trained(config.actor.lora),
+        sampler_scores=config.rollout.features.shares_weights,
     )
     return PreparedServer(path, served, graph)
 
@@ -134,8 +135,6 @@ def _check_served(config: Config) -> None:
     if cluster.home != "actor" or len(cluster.pool_ranks) > 1:
         allowed = "one pool, whose ranks train and generate"
         raise ConfigError("cluster.pools", ", ".join(cluster.pool_ranks), allowed)
-    if not (rollout.features.shares_weights and rollout.features.exports_kv):
-        raise ConfigError("rollout", rollout.engine.value, "native: the others do not serve yet")
     if config.environment.is_on:
         raise ConfigError("environment", config.environment.kind.value, "none: clients have theirs")
     if config.model.vision is not Vision.frozen:

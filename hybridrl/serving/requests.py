@@ -313,7 +313,9 @@ class ServedModel:
     """What a server serves: the base model's name, where its tokenizer is, and its limits.
 
     `max_tokens` bounds prompt and response together. `lora_rank` 0: all weights are trained.
-    `trained` says which weights are: checkpoints of others have other tensors.
+    `trained` says which weights are: checkpoints of others have other tensors. `sampler_scores`:
+    the weights that sample can score, too. Else the training shards score prompts, and there are
+    no likeliest tokens.
     """
 
     name: str
@@ -322,6 +324,7 @@ class ServedModel:
     lora_rank: int
     vocab: int
     trained: str = "all weights"
+    sampler_scores: bool = True
 
 
 class ServeBackend(Protocol):

@@ -29,15 +29,23 @@ from hybridrl.workers.serving import (
 
 @dataclass(slots=True, eq=False)
 class OpenSampling:
-    """A request for samples of a snapshot, until its `future` has them."""
+    """A request for samples of a snapshot, from `since` on, until its `future` has them."""
 
     request: SampleRequest
     future: "Future[ClientAnswer]"
     snapshot: Snapshot
     max_tokens: int
     number: int
+    since: float
     prompt: TokenScores = field(default_factory=TokenScores)
     drawn: dict[int, DrawnResponse] = field(default_factory=dict)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether something of its prompt is scored."""
+        one = self.request
+        scores = one.prompt_logprobs or one.topk_prompt_logprobs or one.named is not None
+        return len(one.prompt) > 1 and bool(scores)
 
     @property
     def is_drawn(self) -> bool:
@@ -59,8 +67,9 @@ class ClientSampling:
     changes none of its tokens.
     """
 
-    def __init__(self, ranks: ServingRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: ServingRanks, scores: bool = True) -> None:
+        """With `scores` the weights that generate score, too; else prompts come scored."""
+        self.ranks, self.scores = ranks, scores
         self._load = [0] * len(ranks.instances)  # tokens that may be drawn, by instance
         self._instance_of: dict[tuple[int, int], int] = {}
         self._open: dict[int, OpenSampling] = {}  # by number
@@ -74,7 +83,8 @@ class ClientSampling:
     def draw(self, generating: Snapshot, num_decode_steps: int) -> list[OpenSampling]:
         """Decode for so many steps with the snapshot that generates; the requests answered."""
         new, self._new = self._new, []
-        self._score_prompts(new)
+        if self.scores:
+            self._score_prompts(new)
         begun: dict[int, list[DrawnSample]] = {i: [] for i in range(len(self._load))}
         for one in new:
             for sample in _samples(one):
@@ -121,7 +131,7 @@ class ClientSampling:
 
     def _score_prompts(self, new: Sequence[OpenSampling]) -> None:
         """Score the prompts of which that is wanted."""
-        wanted = [one for one in new if (len(one.request.prompt) > 1 and _wants_prompt(one))]
+        wanted = [one for one in new if one.wants_prompt]
         scores = self._scored([_prompt(one.request) for one in wanted])
         for one, own in zip(wanted, scores, strict=True):
             one.prompt = own
@@ -173,13 +183,6 @@ def _stream(request: SampleRequest) -> tuple[int, str]:
         return request.settings.seed, ""
     *client, number = request.key
     return number, f"client {client}"
-
-
-def _wants_prompt(one: OpenSampling) -> bool:
-    request = one.request
-    return bool(
-        request.prompt_logprobs or request.topk_prompt_logprobs or request.named is not None
-    )
 
 
 def _prompt(request: SampleRequest) -> ScoredTokens:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.serving.requests import CheckpointPath
+
 
 @dataclass(slots=True)
 class Snapshot:
@@ -19,6 +21,11 @@ class Snapshot:
     folder: Path | None = None
     here: bool = False
     open: int = 0
+
+    @property
+    def model(self) -> str | None:
+        """The model whose weights they are; None: the base."""
+        return None if self.path is None else CheckpointPath.parse(self.path).model
 
     @property
     def returns(self) -> bool:

@@ -1,5 +1,6 @@
 """What clients ask of their models: gradients, steps, checkpoints, snapshots."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridrl.algorithms.tinker_losses import TinkerLoss, tinker_loss
@@ -13,6 +14,7 @@ from hybridrl.serving.requests import (
     Completed,
     CreateModel,
     Datum,
+    Float32,
     ForwardBackward,
     LoadModel,
     LossOutputs,
@@ -27,6 +29,8 @@ from hybridrl.serving.requests import (
 from hybridrl.serving.snapshots import Snapshots
 from hybridrl.workers.serving import GradientCall, ServingWorker
 
+SCORING = "cross_entropy"
+"""The loss whose forward pass scores a snapshot: any would do."""
 ModelRequest = CreateModel | ForwardBackward | OptimStep | Save | LoadModel | Unload
 
 
@@ -105,6 +109,11 @@ class ClientTraining:
         model.has_gradient |= request.backward
         return LossOutputs(log_probs, {"loss:sum": metrics["loss"]})
 
+    def score(self, version: int, data: Sequence[Datum]) -> list[Float32]:
+        """Log-probabilities of each datum's targets, in their shape, with a snapshot's weights."""
+        call = GradientCall(version, tinker_loss(SCORING, {}, _num_targets(data)), backward=False)
+        return self.ranks.add_gradient(call, data)[0]
+
     def _step(self, request: OptimStep) -> Stepped:
         model = self._model(request.model)
         if not model.has_gradient:
@@ -167,15 +176,19 @@ class ClientTraining:
 
 def _checked_loss(request: ForwardBackward) -> TinkerLoss:
     """The loss of a request; raises Refused for one that there is not, or that lacks inputs."""
-    widest = max((_width(datum) for datum in request.data), default=0)
-    num_targets = 0 if all(map(_is_shifted, request.data)) else widest
     try:
-        loss = tinker_loss(request.loss, request.settings, num_targets)
+        loss = tinker_loss(request.loss, request.settings, _num_targets(request.data))
     except ValueError as error:
         raise Refused(str(error)) from None
     for number, datum in enumerate(request.data):
         _check_inputs(datum, f"data[{number}]", request.loss, loss)
     return loss
+
+
+def _num_targets(data: Sequence[Datum]) -> int:
+    """The most targets of a position; 0 where all are the next input tokens."""
+    widest = max((_width(datum) for datum in data), default=0)
+    return 0 if all(map(_is_shifted, data)) else widest
 
 
 def _width(datum: Datum) -> int:

@@ -43,6 +43,16 @@ _CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "tokens_per_s": ("Throughput", "tokens/s", {"tokens_per_s": "tokens/s"}),
     "bubble_share": ("Bubbles (idle share)", "", {"bubble_share": "idle share"}),
 }
+# Of a server's clients, each of whose models has these under `KEY/MODEL`: title and unit by key.
+_OF_MODELS = {
+    "loss": ("Loss", ""),
+    "grad_norm": ("Gradient norm", ""),
+    "response_tokens_mean": ("Response length", "tokens"),
+    "wait_s": ("Wait for training", "s"),
+    "sample_wait_s": ("Wait for samples", "s"),
+    "switches": ("Switches", ""),
+}
+_MAX_MODELS = 16  # with curves; those made last
 _BAND = ("response_tokens_p10", "response_tokens_p90")
 _MAX_RANKS = 16  # curves of memory; those with the most
 _MAX_TURNS = 500  # of a curve of memory
@@ -144,6 +154,10 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             out += _split(chart)
         else:
             out.append(chart)
+    # a server's models
+    models = _models(run)
+    shown |= {f"{key}/{model}" for key in _OF_MODELS for model in models}
+    out += _by_model(run, models[-_MAX_MODELS:])
     # evaluation sets
     for name in dict.fromkeys(k.split("/")[1] for k in run.metric_names if k.startswith("eval/")):
         shown |= {key for key in run.metric_names if key.startswith(f"eval/{name}/") and "@" in key}
@@ -157,6 +171,22 @@ def charts(run: RunData) -> list[dict[str, Any]]:
         if key not in shown:
             title = key.replace("_", " ")
             out.append(_chart(key, title, [_series(run, key, title)], group="more"))
+    return out
+
+
+def _models(run: RunData) -> list[str]:
+    """The models of a server's clients, in the order in which they were made."""
+    made = (event for event in run.events if event.get("kind") == "model")
+    return list(dict.fromkeys(str(event.get("model")) for event in made))
+
+
+def _by_model(run: RunData, models: list[str]) -> list[dict[str, Any]]:
+    """A chart for each key of `_OF_MODELS`, with a curve for each of the models that have it."""
+    out = []
+    for key, (title, unit) in _OF_MODELS.items():
+        curves = [_series(run, f"{key}/{model}", model) for model in models]
+        if curves := [curve for curve in curves if curve["points"]]:
+            out.append(_chart(f"model/{key}", f"{title} by model", curves, unit))
     return out
 
 

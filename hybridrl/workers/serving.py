@@ -1,5 +1,7 @@
 """One rank of a server of training: clients' models in turn, and samples of their snapshots."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -63,10 +65,11 @@ class DrawSettings(Protocol):
 class GradientCall:
     """A loss over data, of which each rank has a share, and with `backward` its gradient.
 
-    Its candidates are the targets, where they are not the next input tokens.
+    Its candidates are the targets, where they are not the next input tokens. It is that of a
+    client's model, or without `backward` that of the snapshot of a version.
     """
 
-    model: str
+    model: str | int
     loss: Loss[torch.Tensor]
     backward: bool
 
@@ -126,8 +129,8 @@ class ServingWorker(ActorWorker):
     """A rank whose models are those of clients.
 
     In TRAIN one of the clients' models is in the train engine (`ClientModels`). In GENERATE the
-    rollout engine has one of the snapshots; samples of others are parked here, with their KV
-    caches. Snapshots are made in TRAIN and live here until they are dropped.
+    rollout engine has one of the snapshots; samples of others are parked here. Snapshots are made
+    in TRAIN and live here until they are dropped.
     """
 
     @dispatch(Dispatch.SAME)
@@ -166,7 +169,7 @@ class ServingWorker(ActorWorker):
         Answers with the log-probabilities of its targets, in their shapes, and metrics that are
         the same on all ranks.
         """
-        with self._training("gradient", call.model, len(data)):
+        with self._training("gradient", number=len(data)), self._holding(call.model):
             self.trainer.train_engine.temperature = 1.0
             sequences = [train_sequence(datum, call.loss) for datum in data]
             scored, metrics = self.trainer.train_engine.accumulate_gradient(
@@ -272,11 +275,14 @@ class ServingWorker(ActorWorker):
         return self._reply(None)
 
     def _park(self) -> None:
-        """Take all unfinished samples out of the rollout engine, with their KV caches."""
-        engine = self.generator.engine
+        """Take all unfinished samples out of the rollout engine.
+
+        Their KV caches come with them, or are computed again where the engine gives none.
+        """
+        engine, with_kv = self.generator.engine, self.config.rollout.features.exports_kv
         ids = [request.id for request in engine.copy()]
         if ids:
-            self._parked[self.generator.version] = engine.park(ids, with_kv=True)
+            self._parked[self.generator.version] = engine.park(ids, with_kv=with_kv)
 
     # -- samples, in GENERATE ------------------------------------------------------------------
 
@@ -342,6 +348,16 @@ class ServingWorker(ActorWorker):
         if texts not in self._stops:
             self._stops[texts] = text_stops(self.tokenizer, texts) if texts else None
         return self._stops[texts]
+
+    @contextmanager
+    def _holding(self, model: str | int) -> Iterator[None]:
+        """Within, the train engine has a client's model, or the weights of a snapshot."""
+        if isinstance(model, str):
+            self.models.use(model)
+            yield
+            return
+        with self.models.holding(self.snapshots[model].shards):
+            yield
 
     def _training(self, what: str, model: str | None = None, number: int | None = None) -> Any:
         """Within, the train engine is on the device, with a client's model."""

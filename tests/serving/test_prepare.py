@@ -10,7 +10,6 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.serving.prepare import prepare_server
 
 REFUSED = {
-    "rollout=vllm": r"rollout=vllm: wanted native: the others do not serve yet",
     "model.vision=train": r"model\.vision=train: wanted frozen: clients send texts",
     "trainer.optim.name=muon": r"trainer\.optim\.name=muon: wanted adamw, as clients expect",
     "rollout.stop=[END]": r"rollout\.stop=\['END'\]: wanted \[\]: each request has stop texts",

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -41,7 +42,10 @@ def test_a_grpo_loop_equals_a_run(
     tmp_path: Path,
     rank: int,
 ) -> None:
-    """Three steps with `seed` the prompt's position: tokens, `grad_norm` and final weights."""
+    """Three steps with `seed` the prompt's position: tokens, `grad_norm` and final weights.
+
+    Then another run goes on from the client's files.
+    """
     settings = [*tiny_run, *ONE_RANK, f"actor.lora.rank={rank}", "trainer.optim.lr=1e-2"]
     run = train_here(
         tmp_path / "run", *settings, "cluster.rank_in_driver=true",
@@ -53,17 +57,29 @@ def test_a_grpo_loop_equals_a_run(
         for step, metrics in enumerate(run.metrics, 1):
             files = (run.dir / "samples").glob(f"step-{step:06d}-*.parquet")
             rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-            norm = _grpo_step(client, rows, str(step))
+            norm = _grpo_step(client, rows, str(step), 1e-5 if rank else 1e-6)
             assert norm == pytest.approx(metrics["grad_norm"], abs=1e-6)
         folder = folder_of(loop, client.save("final", "weights", files=True))
         own, expected = (load_file(f / "model.safetensors") for f in (folder, run.dir / "final"))
         assert own.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6, msg=name)
+    settings[0 : len(tiny_run)] = [one for one in tiny_run if not one.startswith("model.tiny.")]
+    on = train_here(
+        tmp_path / "on", *settings, "cluster.rank_in_driver=true", "recipe=grpo", "trainer.steps=1",
+        "model=pretrained", f"model.path={folder}", "model.compute_dtype=float32",
+        "trainer.optim.lr=1e-12",
+    )  # fmt: skip
+    assert on.metrics[0]["grad_norm"] > 0
+    for name, tensor in load_file(on.dir / "final" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, own[name], rtol=0, atol=1e-9, msg=name)
 
 
-def _grpo_step(client: Client, rows: Sequence[dict[str, Any]], name: str) -> float:
-    """One step on a run's prompts, with its rewards for the same responses; `grad_norm`."""
+def _grpo_step(client: Client, rows: Sequence[dict[str, Any]], name: str, mismatch: float) -> float:
+    """One step on a run's prompts, with its rewards for the same responses; `grad_norm`.
+
+    Log-probabilities of sampling and training differ by at most `mismatch`.
+    """
     path, data = client.save(name), []
     rows = sorted(rows, key=lambda row: (row["prompt_position"], row["k"]))
     trained = [row for row in rows if row["advantage"] is not None]
@@ -88,7 +104,10 @@ def _grpo_step(client: Client, rows: Sequence[dict[str, Any]], name: str) -> flo
                     advantages=[*before, *advantages],
                 )
             )
-    client.gradient(data, "importance_sampling")
+    outputs = client.gradient(data, "importance_sampling")
+    for datum, own in zip(data, outputs.logprobs, strict=True):
+        drawn = datum.inputs["logprobs"]
+        np.testing.assert_allclose(own[drawn != 0], drawn[drawn != 0], rtol=0, atol=mismatch)
     return client.step()["grad_norm"]
 
 

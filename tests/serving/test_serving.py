@@ -10,7 +10,8 @@ import pytest
 from served_command import Served
 
 import hybridrl
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, ServeConfig
+from hybridrl.serving.server import listener
 from hybridrl.serving.start import check_overrides, serving
 from hybridrl.telemetry.rundata import load
 
@@ -70,6 +71,15 @@ def test_a_directory_of_the_user_s_is_where_the_server_writes(
     with pytest.raises(InterruptedError), serving([*TINY, override]):
         pass
     assert re.fullmatch(expected, *started)
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_another_address_than_loopback_is_warned_about(
+    caplog: pytest.LogCaptureFixture, host: str, is_told: bool
+) -> None:
+    with caplog.at_level("WARNING"):
+        listener(ServeConfig(host=host, port=0)).close()
+    assert ("serve.host=0.0.0.0: whoever reaches it can try keys" in caplog.text) is is_told
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +19,8 @@ from typing import Any
 import datasets
 import pyarrow.parquet as parquet
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
+from watched import served
 
 from hybridrl import cli
 from hybridrl.config import ConfigError
@@ -33,21 +32,6 @@ from hybridrl.telemetry.watch_app import make_app
 from hybridrl.telemetry.watched_run import WatchedRun
 
 TOKEN = "open-sesame"
-
-
-@contextlib.contextmanager
-def served(run_dir: Path, token: str | None = None) -> Iterator[str]:
-    """The address of a run that is watched."""
-    with listen("127.0.0.1", 0) as server_socket:
-        app = make_app(WatchedRun(run_dir), token, ["127.0.0.1"])
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [server_socket]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server_socket.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 def client(run_dir: Path, token: str | None = None) -> TestClient:

@@ -1,6 +1,6 @@
 """Several models that train on one engine in turn: adapters of one base, or all weights of one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,15 @@ class ClientModels:
         with self._aside():
             self.engine.load_weights(self.model_path)
             return self.snapshot()
+
+    @contextmanager
+    def holding(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, the engine has the weights that `snapshot` has given, to compute with."""
+        with self._aside():
+            self.engine.memory.changed()
+            for name, shard in self._trained():
+                shard.copy_(shards[name])
+            yield
 
     def stored(self, folder: Path) -> Shards:
         """The shards of a model that `checkpoint.hf` has written, as `snapshot` gives them."""
