@@ -23,8 +23,8 @@ class MappingReport:
     """Where the seconds come from."""
     assumed: Sequence[str] = ()
     """What they assume of the lengths, and of a mapping by hand."""
-    separate: str = ""
-    """Why ranks that generate alone are chosen, or not."""
+    separate: Sequence[str] = ()
+    """Why ranks that generate alone are chosen, or not, by staleness."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""
@@ -53,7 +53,7 @@ class MappingReport:
                 f"the search was not through, it has replayed {result.num_replayed}: {left};"
                 " --seconds gives it longer"
             )
-        lines += [self.separate] * bool(self.separate)
+        lines += self.separate
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]
         command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
@@ -70,7 +70,7 @@ class MappingReport:
             "search_s": result.seconds,
             "complete": result.is_complete,
             "rest_s": result.rest_s,
-            "separate": self.separate,
+            "separate": list(self.separate),
             "refused": list(self.refused),
             "assumed": list(self.assumed),
             "mappings": [

@@ -136,6 +136,7 @@ class MappingSearch:
         self._fitting = lru_cache(None)(memory.fits_training)
         self._holds = lru_cache(None)(self._holds_scorer)
         self._smaller = lru_cache(None)(self._smaller_layouts)
+        self.training_on = lru_cache(None)(self._training_on)
 
     def run(
         self,
@@ -430,7 +431,7 @@ class MappingSearch:
                 best = seconds, layout
         return best[1]
 
-    def training_on(self, ranks: int) -> dict[str, TrainLayout] | None:
+    def _training_on(self, ranks: int) -> Mapping[str, TrainLayout] | None:
         """The layouts of all trained roles whose updates on so many ranks are quickest in turn.
 
         None where some role fits in no layout.
@@ -439,6 +440,10 @@ class MappingSearch:
         best: dict[str, TrainLayout] | None = None
         trained = [role for role in self.roles if role.trained]
         for shared in itertools.product(self.space.activations, self.space.all_tokens):
+            bounds = [self._sorted(role, within, *shared)[:1] for role in trained]
+            # Whether a layout fits takes longer than its bound.
+            if not all(bounds) or sum(least for ((least, _),) in bounds) >= quickest:
+                continue
             if not all(next(iter(self._layouts(role, within, *shared)), None) for role in trained):
                 continue
             train = {role.name: self._best(role, within, *shared) for role in trained}

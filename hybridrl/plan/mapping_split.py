@@ -2,10 +2,12 @@
 
 All roles are on the ranks that train. Of each split these have the layouts whose updates are
 quickest. Candidates are ordered by the bound max(G, T, A / (S + 1)) on a step: decoding on its
-ranks, training and passes of models on theirs, the longest sample. They are replayed by the
-schedule itself, as `plan schedule --rollout` does it, until no bound is below the best.
+ranks, training and passes of models on theirs, the longest sample. T takes most of a search, so
+layouts are looked for where the other two could still win. Splits are replayed by the schedule
+itself, as `plan schedule --rollout` does it, until no bound is below the best.
 """
 
+import heapq
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -70,21 +72,35 @@ class SplitSearch:
     def run(self, max_staleness: int, budget_s: float = 60.0) -> list[PricedSplit]:
         """Return the splits that were replayed, the quickest first; none where none fits."""
         started, replayed = time.monotonic(), list[PricedSplit]()
-        candidates = [
-            (max(self.terms(mapping).values()), number, mapping)
-            for number, mapping in enumerate(self.mappings(max_staleness))
+        queue = [
+            (max(self._generation_terms(frame).values()), number, frame)
+            for number, frame in enumerate(self._frames(max_staleness))
         ]
+        heapq.heapify(queue)
         best = float("inf")
-        for bound_s, _, mapping in sorted(candidates, key=lambda one: one[:2]):
+        while queue:
+            bound_s, number, mapping = heapq.heappop(queue)
             late = replayed and time.monotonic() - started > budget_s
             if late or best <= bound_s * (1 + TOLERANCE):
                 break
-            replayed.append(self.price(mapping))
-            best = min(best, replayed[-1].step_s)
+            if mapping.train:
+                replayed.append(self.price(mapping))
+                best = min(best, replayed[-1].step_s)
+            elif trained := self._trained(mapping):
+                heapq.heappush(queue, (max(self.terms(trained).values()), number, trained))
         return sorted(replayed, key=lambda one: one.step_s)
 
     def mappings(self, max_staleness: int) -> Iterator[DeviceMapping]:
         """Every split and generation layout, with the quickest training of the other ranks."""
+        yield from filter(None, map(self._trained, self._frames(max_staleness)))
+
+    def _trained(self, frame: DeviceMapping) -> DeviceMapping | None:
+        """A frame with the quickest training of its ranks; None where no layout fits there."""
+        train = self.search.training_on(frame.ranks[ACTOR])
+        return replace(frame, train=train) if train else None
+
+    def _frames(self, max_staleness: int) -> Iterator[DeviceMapping]:
+        """Every split and generation layout, without layouts of training."""
         search, names = self.search, tuple(role.name for role in self.search.roles)
         scores = any(not role.trained for role in search.roles)
         step = allocation_step(search.ranks, 2)
@@ -93,27 +109,29 @@ class SplitSearch:
             schedule = in_flight(max_staleness)
         for alone in range(step, search.ranks, step):
             ranks = search.ranks - alone
-            train = search.training_on(ranks)
-            if train is None:
-                continue
             for gen in search.gens_on(alone):
                 if scores and ranks % gen.ranks:
                     continue
                 yield DeviceMapping(
                     pools={ACTOR: names, ROLLOUT: ()},
                     ranks={ACTOR: ranks, ROLLOUT: alone},
-                    train=train,
+                    train={},
                     gen=gen,
                     schedule=schedule,
                 )
 
     def terms(self, mapping: DeviceMapping) -> dict[str, float]:
         """Seconds that a step of the mapping is never below, by what takes them."""
-        decode_s, alone_s = self.prices.generation_bound(mapping.gen, self._ranks(mapping, ROLLOUT))
         training = sum(self._updates(mapping).values()) + sum(self._passes(mapping).values())
+        decoding, longest = self._generation_terms(mapping).items()
+        return dict([decoding, ("training", training), longest])
+
+    def _generation_terms(self, mapping: DeviceMapping) -> dict[str, float]:
+        """The terms that layouts of training leave as they are: decoding, and longest sample."""
+        decode_s, alone_s = self.prices.generation_bound(mapping.gen, self._ranks(mapping, ROLLOUT))
         steps = 1 + _schedule_of(mapping).max_staleness
         name = "the longest sample" + f" over {steps}" * (steps > 1)
-        return {"decoding": decode_s, "training": training, name: alone_s / steps}
+        return {"decoding": decode_s, name: alone_s / steps}
 
     def price(self, mapping: DeviceMapping) -> PricedSplit:
         """Replay a split. Its memory is that of the run's own plan, which is not asked here."""

@@ -76,8 +76,9 @@ def test_separate_ranks_are_chosen_where_their_step_is_shorter_by_three_percent(
         assert report.result.best[0].seconds.step_s == chosen[0] <= min(steps) * (1 + TOLERANCE)
         assert "schedule=async" in report.overrides[0]
         assert f"schedule.max_staleness={max_staleness}" in report.overrides[0]
-    assert f"ranks that generate alone {'win' if wins else 'lose'}: " in report.separate
-    assert report.separate in report.remarks()
+    (line,) = report.separate
+    assert f"ranks that generate alone {'win' if wins else 'lose'}: " in line
+    assert line in report.remarks()
 
 
 def test_no_step_is_below_the_terms_that_the_line_names(searches: list[SplitSearch]) -> None:
@@ -112,7 +113,8 @@ def test_a_split_by_hand_costs_what_the_search_says() -> None:
 
 def test_recipes_that_need_their_own_weights_are_not_tried() -> None:
     report = mapping_command.run([*TINY, *LONG, "recipe=rloo", "--max-staleness=1"])
-    assert "are not tried: the recipe runs with" in report.separate
+    (line,) = report.separate
+    assert "are not tried: the recipe runs with" in line
     assert not seconds_of(report, alone=True)
 
 
