@@ -444,7 +444,15 @@ def _search(
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
     return MappingReport(
-        result, settings, refused, problem.user_args, source, assumed, separate=separate
+        result,
+        settings,
+        refused,
+        problem.user_args,
+        source,
+        assumed,
+        separate=separate,
+        separate_s={split.max_staleness: split.step_s for split in splits},
+        shared_s=shared_s,
     )
 
 

@@ -8,6 +8,7 @@ itself, as `plan schedule --rollout` does it, until no bound is below the best.
 """
 
 import heapq
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -41,6 +42,11 @@ class PricedSplit:
         """Planned seconds of a step."""
         return self.priced.seconds.step_s
 
+    @property
+    def max_staleness(self) -> int:
+        """Steps that its generation may be ahead of training."""
+        return _schedule_of(self.priced.mapping).max_staleness
+
     def wins(self, shared_s: float) -> bool:
         """Whether it is chosen over a step of `shared_s` on ranks that do both."""
         return self.step_s <= (1 - GAIN) * shared_s
@@ -50,11 +56,12 @@ class PricedSplit:
         ranks, config = self.priced.mapping.ranks, _schedule_of(self.priced.mapping)
         verdict = "win" if self.wins(shared_s) else "lose"
         terms = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.terms.items())
+        settings = f"max_staleness={config.max_staleness}" + ", in flight," * config.in_flight
         line = (
             f"ranks that generate alone {verdict}: {ranks[ROLLOUT]} of {sum(ranks.values())} with"
-            f" max_staleness={config.max_staleness} take {self.step_s:.3g} s a step, the best on"
-            f" shared ranks {shared_s:.3g} s; chosen from {GAIN:.0%} less on. A step takes at least"
-            f" the longest of {terms}"
+            f" {settings} take {self.step_s:.3g} s a step, the best on shared ranks"
+            f" {shared_s:.3g} s; chosen from {GAIN:.0%} less on. A step takes at least the longest"
+            f" of {terms}"
         )
         return line + "; --max-staleness=1 lets steps overlap" * (not config.max_staleness)
 
@@ -100,16 +107,16 @@ class SplitSearch:
         return replace(frame, train=train) if train else None
 
     def _frames(self, max_staleness: int) -> Iterator[DeviceMapping]:
-        """Every split and generation layout, without layouts of training."""
+        """Every split, generation layout and way to take weights, without layouts of training."""
         search, names = self.search, tuple(role.name for role in self.search.roles)
         scores = any(not role.trained for role in search.roles)
         step = allocation_step(search.ranks, 2)
-        schedule = AsyncScheduleConfig(max_staleness=0)
+        schedules = [AsyncScheduleConfig(max_staleness=max_staleness)]
         if max_staleness:
-            schedule = in_flight(max_staleness)
+            schedules.append(in_flight(max_staleness))
         for alone in range(step, search.ranks, step):
             ranks = search.ranks - alone
-            for gen in search.gens_on(alone):
+            for gen, schedule in itertools.product(search.gens_on(alone), schedules):
                 if scores and ranks % gen.ranks:
                     continue
                 yield DeviceMapping(

@@ -132,6 +132,12 @@ LAYOUTS = {
     ],
     "adapters": ["actor.lora.rank=8", "actor.lora.alpha=64", "trainer.optim.lr=20000"],
 }  # fmt: skip
+ADAPTERS_TALK = [*LAYOUTS["adapters"], *LAYOUTS["conversations, two instances"]]
+SPLITS = {
+    "2 + 2, adapters, conversations": ADAPTERS_TALK,
+    "1 + 3, adapters, conversations": [*ADAPTERS_TALK, "cluster.pools.rollout=3"],
+}
+"""Splits of four ranks, each with adapters and conversations at once."""
 QUICK = [("schedule=one_step", "1 + 1")]
 CASES = [
     pytest.param(
@@ -224,7 +230,8 @@ def check_in_flight(run: Any, staleness: int, updates: int = 1) -> None:
     "layout",
     [
         pytest.param(layout, id=name, marks=[] if not layout else pytest.mark.layouts)
-        for name, layout in LAYOUTS.items()
+        for name, layout in (LAYOUTS | SPLITS).items()
+        if name not in ("adapters", "conversations, two instances")  # of `SPLITS`
     ],
 )
 def test_weights_change_under_samples(
@@ -274,11 +281,11 @@ def check_kept(run: Any, updates: int = 1, block: int = 1) -> None:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2", "adapters"])
+@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2", *SPLITS])
 def test_weights_change_and_caches_stay(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: str
 ) -> None:
-    kept = [*IN_FLIGHT, "schedule.parked_kv=keep", *LAYOUTS[layout]]
+    kept = [*IN_FLIGHT, "schedule.parked_kv=keep", *(LAYOUTS | SPLITS)[layout]]
     run = start(train_here, long_tail, tmp_path / "run", *kept)
     check_in_flight(run, 2)
     check_kept(run)
