@@ -311,13 +311,24 @@ def test_weights_of_vllm_change_under_samples(
 
 @pytest.mark.wide
 @pytest.mark.vllm
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("kv", "layout"),
+    [
+        ("recompute", LAYOUTS["1 + 1"]),
+        ("keep", [*LAYOUTS["one trains, three generate"], *LAYOUTS["adapters"]]),
+    ],
+    ids=["recompute", "keep, one trains, three generate, adapters"],
+)
 def test_weights_of_vllm_change_under_conversations(
-    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    kv: str,
+    layout: list[str],
 ) -> None:
     """Amid turns, and while a reply is awaited: of such a conversation full blocks stay."""
     talking = [*TALKING, "+environment.params.sleep=0.05", "environment.max_turn_tokens=12"]
-    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}"]
+    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}", *layout]
     run = start(train_here, long_tail, tmp_path / "run", *settings)
     check_in_flight(run, 2)
     if kv == "recompute":
