@@ -100,9 +100,15 @@ def test_training_ranks_have_layouts_that_fill_them(searches: list[SplitSearch])
         assert mapping.ranks[ROLLOUT] % mapping.gen.ranks == 0
 
 
-def test_a_split_by_hand_costs_what_the_search_says() -> None:
-    report = mapping_command.run([*TINY, *LONG, "--max-staleness=1"])
+def test_the_quickest_staleness_is_taken_and_costs_by_hand_what_the_search_says() -> None:
+    report = mapping_command.run([*TINY, *LONG, "--max-staleness=0,2,1"])
     best = report.result.best[0]
+    assert report.separate_s.keys() == {0, 1, 2}
+    assert [
+        f"max_staleness={most}" in line
+        for most, line in zip((0, 2, 1), report.separate, strict=True)
+    ] == [True] * 3
+    assert best.seconds.step_s == min(report.separate_s.values()) < report.shared_s
     args = [arg for arg in (*TINY, *LONG) if "number" not in arg]
     again = mapping_command.run([*args, *report.overrides[0], "--price"])
     (priced,) = again.result.best
