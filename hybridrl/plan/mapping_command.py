@@ -106,7 +106,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
   --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
   separate ranks     --max-staleness=S[,S...] (0): steps that generation may be ahead of training,
                      where ranks that generate alone are compared; the quickest S is taken
-  the search         --number=N of results (10), --seconds=N at most (60)
+  the search         --number=N of results (10), --seconds=N at most (60); splits get
+                     what placements have left, or a quarter
   --out=FILE         writes the overrides of the best mapping, one a line
 
   hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
@@ -422,7 +423,7 @@ def _search(
     )
     number = int(options.get("number", 10))
     try:
-        result = search.run(number, options.get("seconds", 60.0), on_progress)
+        result = search.run(number, seconds := options.get("seconds", 60.0), on_progress)
     except DoesNotFit as error:
         raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
     best, refused = list[PricedMapping](), list[str]()
@@ -434,7 +435,9 @@ def _search(
         allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
     shared_s = best[0].seconds.step_s
-    splits, separate = _splits(problem, search, options, shared_s, refused)
+    staleness, left_s = options.get("max_staleness", [0]), seconds - result.seconds
+    budget_s = max(left_s, seconds / 4)
+    splits, separate = _splits(problem, search, staleness, budget_s, shared_s, refused)
     if winners := [split for split in splits if split.wins(shared_s)]:
         best = [min(winners, key=lambda split: split.step_s).priced, *best][:number]
     settings = [overrides(one.mapping) for one in best]
@@ -443,16 +446,9 @@ def _search(
     source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
+    steps = {split.max_staleness: split.step_s for split in splits}
     return MappingReport(
-        result,
-        settings,
-        refused,
-        problem.user_args,
-        source,
-        assumed,
-        separate=separate,
-        separate_s={split.max_staleness: split.step_s for split in splits},
-        shared_s=shared_s,
+        result, settings, refused, problem.user_args, source, assumed, separate, steps, shared_s
     )
 
 
@@ -470,19 +466,20 @@ def _memory_of(
 def _splits(
     problem: _Problem,
     search: MappingSearch,
-    options: Mapping[str, Any],
+    staleness: Sequence[int],
+    budget_s: float,
     shared_s: float,
     refused: list[str],
 ) -> tuple[list[PricedSplit], list[str]]:
     """The quickest split of each staleness that a run can have, and why it wins or loses."""
     found, lines, searches = list[PricedSplit](), list[str](), _split_search(problem, search)
-    for max_staleness in options.get("max_staleness", [0]):
+    for max_staleness in staleness:
         try:
             check_graph(AsyncScheduleConfig(max_staleness=max_staleness), problem.graph)
         except ValueError as error:
             lines.append(f"ranks that generate alone are not tried: the recipe runs with {error}")
             continue
-        for split in searches.run(max_staleness, options.get("seconds", 60.0)):
+        for split in searches.run(max_staleness, budget_s / len(staleness)):
             memory = _memory_of(problem, split.priced, refused)
             if memory is not None:
                 found.append(replace(split, priced=replace(split.priced, memory=memory)))

@@ -3,8 +3,9 @@
 All roles are on the ranks that train. Of each split these have the layouts whose updates are
 quickest. Candidates are ordered by the bound max(G, T, A / (S + 1)) on a step: decoding on its
 ranks, training and passes of models on theirs, the longest sample. T takes most of a search, so
-layouts are looked for where the other two could still win. Splits are replayed by the schedule
-itself, as `plan schedule --rollout` does it, until no bound is below the best.
+layouts are looked for where a bound on it that asks nothing of memory could still win. Splits are
+replayed by the schedule itself, as `plan schedule --rollout` does it, until no bound is below the
+best. Of equal bounds, as where the longest sample decides, the least sum of terms goes first.
 """
 
 import heapq
@@ -80,13 +81,13 @@ class SplitSearch:
         """Return the splits that were replayed, the quickest first; none where none fits."""
         started, replayed = time.monotonic(), list[PricedSplit]()
         queue = [
-            (max(self._generation_terms(frame).values()), number, frame)
+            (*self._order(frame), number, frame)
             for number, frame in enumerate(self._frames(max_staleness))
         ]
         heapq.heapify(queue)
         best = float("inf")
         while queue:
-            bound_s, number, mapping = heapq.heappop(queue)
+            bound_s, _, _, number, mapping = heapq.heappop(queue)
             late = replayed and time.monotonic() - started > budget_s
             if late or best <= bound_s * (1 + TOLERANCE):
                 break
@@ -94,7 +95,7 @@ class SplitSearch:
                 replayed.append(self.price(mapping))
                 best = min(best, replayed[-1].step_s)
             elif trained := self._trained(mapping):
-                heapq.heappush(queue, (max(self.terms(trained).values()), number, trained))
+                heapq.heappush(queue, (*self._order(trained), number, trained))
         return sorted(replayed, key=lambda one: one.step_s)
 
     def mappings(self, max_staleness: int) -> Iterator[DeviceMapping]:
@@ -128,17 +129,23 @@ class SplitSearch:
                 )
 
     def terms(self, mapping: DeviceMapping) -> dict[str, float]:
-        """Seconds that a step of the mapping is never below, by what takes them."""
-        training = sum(self._updates(mapping).values()) + sum(self._passes(mapping).values())
-        decoding, longest = self._generation_terms(mapping).items()
-        return dict([decoding, ("training", training), longest])
+        """Seconds that a step of the mapping is never below, by what takes them.
 
-    def _generation_terms(self, mapping: DeviceMapping) -> dict[str, float]:
-        """The terms that layouts of training leave as they are: decoding, and longest sample."""
+        Without layouts of training they are for those of least bound, whether these fit or not.
+        """
         decode_s, alone_s = self.prices.generation_bound(mapping.gen, self._ranks(mapping, ROLLOUT))
+        if mapping.train:
+            training = sum(self._updates(mapping).values()) + sum(self._passes(mapping).values())
+        else:
+            training = self.search.training_bound_s(mapping.ranks[ACTOR])
         steps = 1 + _schedule_of(mapping).max_staleness
         name = "the longest sample" + f" over {steps}" * (steps > 1)
-        return {"decoding": decode_s, name: alone_s / steps}
+        return {"decoding": decode_s, "training": training, name: alone_s / steps}
+
+    def _order(self, mapping: DeviceMapping) -> tuple[float, bool, float]:
+        """By bound, those with layouts of training first, then by the sum of terms."""
+        terms = self.terms(mapping).values()
+        return max(terms), not mapping.train, sum(terms)
 
     def price(self, mapping: DeviceMapping) -> PricedSplit:
         """Replay a split. Its memory is that of the run's own plan, which is not asked here."""
