@@ -69,6 +69,7 @@ def compare(case: Case, folder: Path, seconds: int, emulated: dict[str, float]) 
             "value": round(planned_ratio, 3),
             "unit": "planned step over the best on shared ranks",
             "better": "lower",
+            "emulated": False,
             "planned_s": round(report.separate_s[most], 2),
             "planned_shared_s": round(report.shared_s, 2),
             "emulated_ratio": round(ratio, 3),
