@@ -266,6 +266,9 @@ bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, nex
 bench-async: $(BIN)/.core  ## ranks that generate alone against shared ranks, emulated, next to plan schedule and the bound
 	@$(KEEP) async scripts/bench/separate_ranks.py $(ARGS)
 
+bench-async-choice: $(BIN)/.core  ## whether plan auto chooses ranks that generate alone where bench-async's steps say so
+	@$(KEEP) async-choice scripts/bench/separate_choice.py $(ARGS)
+
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
 	@$(KEEP) tail-ranks scripts/bench/tail_ranks.py $(ARGS)
 

@@ -104,9 +104,10 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
                      of all workers' links where they differ
   --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
-  separate ranks     --max-staleness=S (0): steps that generation may be ahead of training, where
-                     ranks that generate alone are compared
-  the search         --number=N of results (10), --seconds=N at most (60)
+  separate ranks     --max-staleness=S[,S...] (0): steps that generation may be ahead of training,
+                     where ranks that generate alone are compared; the quickest S is taken
+  the search         --number=N of results (10), --seconds=N at most (60); splits get
+                     what placements have left, or a quarter
   --out=FILE         writes the overrides of the best mapping, one a line
 
   hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
@@ -126,6 +127,7 @@ _NUMBERS = {
 }
 """Options that are numbers, and the least of each."""
 _WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "max_staleness", "number")
+_LISTS = ("max_staleness",)
 _TEXTS = ("lengths", "costs", "gpu", "out", "links")
 _FLAGS = ("--price",)
 
@@ -191,7 +193,11 @@ def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             options[name] = value
             if name in _NUMBERS:
                 whole, least = name in _WHOLE, _NUMBERS[name]
-                options[name] = read_number(option, value, least, whole=whole, below=2**20)
+                texts = value.split(",") if name in _LISTS else [value]
+                numbers = [
+                    read_number(option, text, least, whole=whole, below=2**20) for text in texts
+                ]
+                options[name] = numbers if name in _LISTS else numbers[0]
         elif arg.startswith("-") and arg not in _FLAGS:
             allowed = f"key=value, or one of {', '.join([*known, *_FLAGS])}"
             raise ConfigError("option", arg, allowed)
@@ -417,7 +423,7 @@ def _search(
     )
     number = int(options.get("number", 10))
     try:
-        result = search.run(number, options.get("seconds", 60.0), on_progress)
+        result = search.run(number, seconds := options.get("seconds", 60.0), on_progress)
     except DoesNotFit as error:
         raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
     best, refused = list[PricedMapping](), list[str]()
@@ -429,17 +435,20 @@ def _search(
         allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
     shared_s = best[0].seconds.step_s
-    split, separate = _split(problem, search, options, shared_s, refused)
-    if split is not None and split.wins(shared_s):
-        best = [split.priced, *best][:number]
+    staleness, left_s = options.get("max_staleness", [0]), seconds - result.seconds
+    budget_s = max(left_s, seconds / 4)
+    splits, separate = _splits(problem, search, staleness, budget_s, shared_s, refused)
+    if winners := [split for split in splits if split.wins(shared_s)]:
+        best = [min(winners, key=lambda split: split.step_s).priced, *best][:number]
     settings = [overrides(one.mapping) for one in best]
     if "out" in options:
         _write(options["out"], settings[0])
     source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
+    steps = {split.max_staleness: split.step_s for split in splits}
     return MappingReport(
-        result, settings, refused, problem.user_args, source, assumed, separate=separate
+        result, settings, refused, problem.user_args, source, assumed, separate, steps, shared_s
     )
 
 
@@ -454,28 +463,31 @@ def _memory_of(
         return None
 
 
-def _split(
+def _splits(
     problem: _Problem,
     search: MappingSearch,
-    options: Mapping[str, Any],
+    staleness: Sequence[int],
+    budget_s: float,
     shared_s: float,
     refused: list[str],
-) -> tuple[PricedSplit | None, str]:
-    """The quickest split that a run can have, and the line that says why it wins or loses."""
-    max_staleness = int(options.get("max_staleness", 0))
-    config = AsyncScheduleConfig(max_staleness=max_staleness)
-    try:
-        check_graph(config, problem.graph)
-    except ValueError as error:
-        return None, f"ranks that generate alone are not tried: the recipe runs with {error}"
-    splits = _split_search(problem, search)
-    for split in splits.run(max_staleness, options.get("seconds", 60.0)):
-        memory = _memory_of(problem, split.priced, refused)
-        if memory is not None:
-            return replace(split, priced=replace(split.priced, memory=memory)), split.reason(
-                shared_s
-            )
-    return None, "ranks that generate alone are not tried: no split of these ranks fits"
+) -> tuple[list[PricedSplit], list[str]]:
+    """The quickest split of each staleness that a run can have, and why it wins or loses."""
+    found, lines, searches = list[PricedSplit](), list[str](), _split_search(problem, search)
+    for max_staleness in staleness:
+        try:
+            check_graph(AsyncScheduleConfig(max_staleness=max_staleness), problem.graph)
+        except ValueError as error:
+            lines.append(f"ranks that generate alone are not tried: the recipe runs with {error}")
+            continue
+        for split in searches.run(max_staleness, budget_s / len(staleness)):
+            memory = _memory_of(problem, split.priced, refused)
+            if memory is not None:
+                found.append(replace(split, priced=replace(split.priced, memory=memory)))
+                lines.append(split.reason(shared_s))
+                break
+        else:
+            lines.append("ranks that generate alone are not tried: no split of these ranks fits")
+    return found, lines
 
 
 def _split_search(problem: _Problem, search: MappingSearch) -> SplitSearch:

@@ -1,8 +1,8 @@
 """The mappings that a search chose, as a table, as remarks and as data."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybridrl.costs.mapping import TrainLayout
@@ -23,8 +23,12 @@ class MappingReport:
     """Where the seconds come from."""
     assumed: Sequence[str] = ()
     """What they assume of the lengths, and of a mapping by hand."""
-    separate: str = ""
-    """Why ranks that generate alone are chosen, or not."""
+    separate: Sequence[str] = ()
+    """Why ranks that generate alone are chosen, or not, by staleness."""
+    separate_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of a step with ranks that generate alone, by `schedule.max_staleness`."""
+    shared_s: float | None = None
+    """Those of the best mapping on shared ranks, which they are compared with."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""
@@ -53,7 +57,7 @@ class MappingReport:
                 f"the search was not through, it has replayed {result.num_replayed}: {left};"
                 " --seconds gives it longer"
             )
-        lines += [self.separate] * bool(self.separate)
+        lines += self.separate
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]
         command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
@@ -70,7 +74,9 @@ class MappingReport:
             "search_s": result.seconds,
             "complete": result.is_complete,
             "rest_s": result.rest_s,
-            "separate": self.separate,
+            "separate": list(self.separate),
+            "separate_s": dict(self.separate_s),
+            "shared_s": self.shared_s,
             "refused": list(self.refused),
             "assumed": list(self.assumed),
             "mappings": [

@@ -136,6 +136,8 @@ class MappingSearch:
         self._fitting = lru_cache(None)(memory.fits_training)
         self._holds = lru_cache(None)(self._holds_scorer)
         self._smaller = lru_cache(None)(self._smaller_layouts)
+        self.training_on = lru_cache(None)(self._training_on)
+        self.training_bound_s = lru_cache(None)(self._training_bound_s)
 
     def run(
         self,
@@ -430,7 +432,7 @@ class MappingSearch:
                 best = seconds, layout
         return best[1]
 
-    def training_on(self, ranks: int) -> dict[str, TrainLayout] | None:
+    def _training_on(self, ranks: int) -> Mapping[str, TrainLayout] | None:
         """The layouts of all trained roles whose updates on so many ranks are quickest in turn.
 
         None where some role fits in no layout.
@@ -439,6 +441,12 @@ class MappingSearch:
         best: dict[str, TrainLayout] | None = None
         trained = [role for role in self.roles if role.trained]
         for shared in itertools.product(self.space.activations, self.space.all_tokens):
+            bounds = [self._sorted(role, within, *shared)[:1] for role in trained]
+            if not all(bounds):
+                continue
+            # Whether a layout fits takes longer than its bound.
+            if sum(least for ((least, _),) in bounds) >= quickest:
+                continue
             if not all(next(iter(self._layouts(role, within, *shared)), None) for role in trained):
                 continue
             train = {role.name: self._best(role, within, *shared) for role in trained}
@@ -446,6 +454,24 @@ class MappingSearch:
             if seconds < quickest:
                 quickest, best = seconds, train
         return best
+
+    def _training_bound_s(self, ranks: int) -> float:
+        """Seconds that all updates on so many ranks are never below, whatever fits.
+
+        Models that stay on the device; infinite where a role has no layout.
+        """
+        within, costs = self.prices.costs.cluster.aligned(range(ranks)), self.prices.costs
+        least = 0.0
+        for role in (role for role in self.roles if role.trained):
+            least += min(
+                (
+                    bound - costs.activate_s(role, layout) - costs.deactivate_s(role, layout)
+                    for shared in itertools.product(self.space.activations, self.space.all_tokens)
+                    for bound, layout in self._sorted(role, within, *shared)
+                ),
+                default=float("inf"),
+            )
+        return least
 
     def gens_on(self, ranks: int) -> list[GenLayout]:
         """Layouts of instances on so many ranks that hold a full sample at least."""

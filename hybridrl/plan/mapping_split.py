@@ -2,10 +2,14 @@
 
 All roles are on the ranks that train. Of each split these have the layouts whose updates are
 quickest. Candidates are ordered by the bound max(G, T, A / (S + 1)) on a step: decoding on its
-ranks, training and passes of models on theirs, the longest sample. They are replayed by the
-schedule itself, as `plan schedule --rollout` does it, until no bound is below the best.
+ranks, training and passes of models on theirs, the longest sample. T takes most of a search, so
+layouts are looked for where a bound on it that asks nothing of memory could still win. Splits are
+replayed by the schedule itself, as `plan schedule --rollout` does it, until no bound is below the
+best. Of equal bounds, as where the longest sample decides, the least sum of terms goes first.
 """
 
+import heapq
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +43,11 @@ class PricedSplit:
         """Planned seconds of a step."""
         return self.priced.seconds.step_s
 
+    @property
+    def max_staleness(self) -> int:
+        """Steps that its generation may be ahead of training."""
+        return _schedule_of(self.priced.mapping).max_staleness
+
     def wins(self, shared_s: float) -> bool:
         """Whether it is chosen over a step of `shared_s` on ranks that do both."""
         return self.step_s <= (1 - GAIN) * shared_s
@@ -48,11 +57,12 @@ class PricedSplit:
         ranks, config = self.priced.mapping.ranks, _schedule_of(self.priced.mapping)
         verdict = "win" if self.wins(shared_s) else "lose"
         terms = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.terms.items())
+        settings = f"max_staleness={config.max_staleness}" + ", in flight," * config.in_flight
         line = (
             f"ranks that generate alone {verdict}: {ranks[ROLLOUT]} of {sum(ranks.values())} with"
-            f" max_staleness={config.max_staleness} take {self.step_s:.3g} s a step, the best on"
-            f" shared ranks {shared_s:.3g} s; chosen from {GAIN:.0%} less on. A step takes at least"
-            f" the longest of {terms}"
+            f" {settings} take {self.step_s:.3g} s a step, the best on shared ranks"
+            f" {shared_s:.3g} s; chosen from {GAIN:.0%} less on. A step takes at least the longest"
+            f" of {terms}"
         )
         return line + "; --max-staleness=1 lets steps overlap" * (not config.max_staleness)
 
@@ -70,50 +80,72 @@ class SplitSearch:
     def run(self, max_staleness: int, budget_s: float = 60.0) -> list[PricedSplit]:
         """Return the splits that were replayed, the quickest first; none where none fits."""
         started, replayed = time.monotonic(), list[PricedSplit]()
-        candidates = [
-            (max(self.terms(mapping).values()), number, mapping)
-            for number, mapping in enumerate(self.mappings(max_staleness))
+        queue = [
+            (*self._order(frame), number, frame)
+            for number, frame in enumerate(self._frames(max_staleness))
         ]
+        heapq.heapify(queue)
         best = float("inf")
-        for bound_s, _, mapping in sorted(candidates, key=lambda one: one[:2]):
+        while queue:
+            bound_s, _, _, number, mapping = heapq.heappop(queue)
             late = replayed and time.monotonic() - started > budget_s
             if late or best <= bound_s * (1 + TOLERANCE):
                 break
-            replayed.append(self.price(mapping))
-            best = min(best, replayed[-1].step_s)
+            if mapping.train:
+                replayed.append(self.price(mapping))
+                best = min(best, replayed[-1].step_s)
+            elif trained := self._trained(mapping):
+                heapq.heappush(queue, (*self._order(trained), number, trained))
         return sorted(replayed, key=lambda one: one.step_s)
 
     def mappings(self, max_staleness: int) -> Iterator[DeviceMapping]:
         """Every split and generation layout, with the quickest training of the other ranks."""
+        yield from filter(None, map(self._trained, self._frames(max_staleness)))
+
+    def _trained(self, frame: DeviceMapping) -> DeviceMapping | None:
+        """A frame with the quickest training of its ranks; None where no layout fits there."""
+        train = self.search.training_on(frame.ranks[ACTOR])
+        return replace(frame, train=train) if train else None
+
+    def _frames(self, max_staleness: int) -> Iterator[DeviceMapping]:
+        """Every split, generation layout and way to take weights, without layouts of training."""
         search, names = self.search, tuple(role.name for role in self.search.roles)
         scores = any(not role.trained for role in search.roles)
         step = allocation_step(search.ranks, 2)
-        schedule = AsyncScheduleConfig(max_staleness=0)
+        schedules = [AsyncScheduleConfig(max_staleness=max_staleness)]
         if max_staleness:
-            schedule = in_flight(max_staleness)
+            schedules.append(in_flight(max_staleness))
         for alone in range(step, search.ranks, step):
             ranks = search.ranks - alone
-            train = search.training_on(ranks)
-            if train is None:
-                continue
-            for gen in search.gens_on(alone):
+            for gen, schedule in itertools.product(search.gens_on(alone), schedules):
                 if scores and ranks % gen.ranks:
                     continue
                 yield DeviceMapping(
                     pools={ACTOR: names, ROLLOUT: ()},
                     ranks={ACTOR: ranks, ROLLOUT: alone},
-                    train=train,
+                    train={},
                     gen=gen,
                     schedule=schedule,
                 )
 
     def terms(self, mapping: DeviceMapping) -> dict[str, float]:
-        """Seconds that a step of the mapping is never below, by what takes them."""
+        """Seconds that a step of the mapping is never below, by what takes them.
+
+        Without layouts of training they are for those of least bound, whether these fit or not.
+        """
         decode_s, alone_s = self.prices.generation_bound(mapping.gen, self._ranks(mapping, ROLLOUT))
-        training = sum(self._updates(mapping).values()) + sum(self._passes(mapping).values())
+        if mapping.train:
+            training = sum(self._updates(mapping).values()) + sum(self._passes(mapping).values())
+        else:
+            training = self.search.training_bound_s(mapping.ranks[ACTOR])
         steps = 1 + _schedule_of(mapping).max_staleness
         name = "the longest sample" + f" over {steps}" * (steps > 1)
         return {"decoding": decode_s, "training": training, name: alone_s / steps}
+
+    def _order(self, mapping: DeviceMapping) -> tuple[float, bool, float]:
+        """By bound, those with layouts of training first, then by the sum of terms."""
+        terms = self.terms(mapping).values()
+        return max(terms), not mapping.train, sum(terms)
 
     def price(self, mapping: DeviceMapping) -> PricedSplit:
         """Replay a split. Its memory is that of the run's own plan, which is not asked here."""

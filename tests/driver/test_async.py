@@ -132,6 +132,12 @@ LAYOUTS = {
     ],
     "adapters": ["actor.lora.rank=8", "actor.lora.alpha=64", "trainer.optim.lr=20000"],
 }  # fmt: skip
+ADAPTERS_TALK = [*LAYOUTS["adapters"], *LAYOUTS["conversations, two instances"]]
+SPLITS = {
+    "2 + 2, adapters, conversations": ADAPTERS_TALK,
+    "1 + 3, adapters, conversations": [*ADAPTERS_TALK, "cluster.pools.rollout=3"],
+}
+"""Splits of four ranks, each with adapters and conversations at once."""
 QUICK = [("schedule=one_step", "1 + 1")]
 CASES = [
     pytest.param(
@@ -224,7 +230,8 @@ def check_in_flight(run: Any, staleness: int, updates: int = 1) -> None:
     "layout",
     [
         pytest.param(layout, id=name, marks=[] if not layout else pytest.mark.layouts)
-        for name, layout in LAYOUTS.items()
+        for name, layout in (LAYOUTS | SPLITS).items()
+        if name not in ("adapters", "conversations, two instances")  # of `SPLITS`
     ],
 )
 def test_weights_change_under_samples(
@@ -274,11 +281,11 @@ def check_kept(run: Any, updates: int = 1, block: int = 1) -> None:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2", "adapters"])
+@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2", *SPLITS])
 def test_weights_change_and_caches_stay(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: str
 ) -> None:
-    kept = [*IN_FLIGHT, "schedule.parked_kv=keep", *LAYOUTS[layout]]
+    kept = [*IN_FLIGHT, "schedule.parked_kv=keep", *(LAYOUTS | SPLITS)[layout]]
     run = start(train_here, long_tail, tmp_path / "run", *kept)
     check_in_flight(run, 2)
     check_kept(run)
@@ -304,13 +311,24 @@ def test_weights_of_vllm_change_under_samples(
 
 @pytest.mark.wide
 @pytest.mark.vllm
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("kv", "layout"),
+    [
+        ("recompute", LAYOUTS["1 + 1"]),
+        ("keep", [*LAYOUTS["one trains, three generate"], *LAYOUTS["adapters"]]),
+    ],
+    ids=["recompute", "keep, one trains, three generate, adapters"],
+)
 def test_weights_of_vllm_change_under_conversations(
-    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    kv: str,
+    layout: list[str],
 ) -> None:
     """Amid turns, and while a reply is awaited: of such a conversation full blocks stay."""
     talking = [*TALKING, "+environment.params.sleep=0.05", "environment.max_turn_tokens=12"]
-    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}"]
+    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}", *layout]
     run = start(train_here, long_tail, tmp_path / "run", *settings)
     check_in_flight(run, 2)
     if kv == "recompute":

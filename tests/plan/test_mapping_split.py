@@ -76,8 +76,9 @@ def test_separate_ranks_are_chosen_where_their_step_is_shorter_by_three_percent(
         assert report.result.best[0].seconds.step_s == chosen[0] <= min(steps) * (1 + TOLERANCE)
         assert "schedule=async" in report.overrides[0]
         assert f"schedule.max_staleness={max_staleness}" in report.overrides[0]
-    assert f"ranks that generate alone {'win' if wins else 'lose'}: " in report.separate
-    assert report.separate in report.remarks()
+    (line,) = report.separate
+    assert f"ranks that generate alone {'win' if wins else 'lose'}: " in line
+    assert line in report.remarks()
 
 
 def test_no_step_is_below_the_terms_that_the_line_names(searches: list[SplitSearch]) -> None:
@@ -99,9 +100,15 @@ def test_training_ranks_have_layouts_that_fill_them(searches: list[SplitSearch])
         assert mapping.ranks[ROLLOUT] % mapping.gen.ranks == 0
 
 
-def test_a_split_by_hand_costs_what_the_search_says() -> None:
-    report = mapping_command.run([*TINY, *LONG, "--max-staleness=1"])
+def test_the_quickest_staleness_is_taken_and_costs_by_hand_what_the_search_says() -> None:
+    report = mapping_command.run([*TINY, *LONG, "--max-staleness=0,2,1"])
     best = report.result.best[0]
+    assert report.separate_s.keys() == {0, 1, 2}
+    assert [
+        f"max_staleness={most}" in line
+        for most, line in zip((0, 2, 1), report.separate, strict=True)
+    ] == [True] * 3
+    assert best.seconds.step_s == min(report.separate_s.values()) < report.shared_s
     args = [arg for arg in (*TINY, *LONG) if "number" not in arg]
     again = mapping_command.run([*args, *report.overrides[0], "--price"])
     (priced,) = again.result.best
@@ -112,7 +119,8 @@ def test_a_split_by_hand_costs_what_the_search_says() -> None:
 
 def test_recipes_that_need_their_own_weights_are_not_tried() -> None:
     report = mapping_command.run([*TINY, *LONG, "recipe=rloo", "--max-staleness=1"])
-    assert "are not tried: the recipe runs with" in report.separate
+    (line,) = report.separate
+    assert "are not tried: the recipe runs with" in line
     assert not seconds_of(report, alone=True)
 
 
