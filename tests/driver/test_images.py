@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from image_checkpoints import open_whole
 from resumed_runs import check_same, ended
 
 from hybridrl.config import ConfigError
+from hybridrl.preflight.images import check_images
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -56,6 +59,33 @@ def test_a_fused_run_is_the_serial_one(
     fused = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
     run = train_here(tmp_path, *small, "trainer.layout.fsdp=2", *fused)
     assert texts(run) == texts(whole_run)
+
+
+@pytest.mark.layouts
+def test_a_run_whose_ranks_have_parts_is_the_whole_one(
+    whole_run: Any, small: list[str], train_here: Train, tmp_path: Path
+) -> None:
+    """Tensor parallelism in training and a pipeline in generation."""
+    run = train_here(tmp_path, *small, "trainer.layout.tp=2", "rollout.layout.pp=2")
+    assert texts(run) == texts(whole_run)
+
+
+def test_deep_features_belong_to_a_first_stage(
+    make_config: Callable[..., Any], small: list[str]
+) -> None:
+    """Three of them: with four layers on two stages the last would be left out."""
+    items = [SimpleNamespace(images=(b"",), source="s", place="row 1")]
+    tower = SimpleNamespace(deepstack_visual_indexes=[0, 1, 2])
+    shape: Any = SimpleNamespace(num_hidden_layers=4, tower_config=tower)
+    for key, part in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
+        config = make_config(*small, f"{key}=2", "cluster.ranks=2")
+        graph = build_recipe(config.recipe)
+        wanted = rf"^{key}=2: wanted a layout whose first {part} has 3 layers or more, and not 2: "
+        with pytest.raises(ConfigError, match=wanted):
+            check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 5
+        check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 4
 
 
 @pytest.mark.layouts
