@@ -20,6 +20,7 @@ from hybridrl.config import (
 from hybridrl.engines.probe import compare_gradients
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.flops import ForwardFlops
 from hybridrl.models.image_text import TOWER
 from hybridrl.models.vision import pixel_reader, vision_tower
 
@@ -37,7 +38,7 @@ SETTINGS = {"optim": OptimConfig(lr=1e-2, clip_grad_norm=0.0), "max_tokens_per_m
 
 
 def step(path: Path, vision: Vision, layout: TrainLayoutConfig, own: list[TrainSequence]) -> Any:
-    """Scores, gradients and norm of a step, the new tower, and whether images have been read."""
+    """Scores, gradients and metrics of a step, the new tower, and whether images were read."""
     vision_tower.cache_clear()
     pixel_reader.cache_clear()
     engine = TrainEngine(
@@ -55,10 +56,11 @@ def step(path: Path, vision: Vision, layout: TrainLayoutConfig, own: list[TrainS
                 gradients[name] = p.grad.full_tensor().clone()
 
     engine.optimizer.register_step_pre_hook(before_step)
-    norm = engine.update(mine, LOSS)["grad_norm"]
+    metrics = engine.update(mine, LOSS)
+    metrics["flops"] -= 3 * sum(ForwardFlops.of(engine.model.config)(len(x.ids), 5) for x in own)
     tower = {name: x for name, x in engine.weights() if name.startswith(TOWER)}
     reads = vision_tower.cache_info().misses + pixel_reader.cache_info().misses > 0
-    return scores, gradients, norm, tower, reads
+    return scores, gradients, metrics, tower, reads
 
 
 def steps(paths: dict[str, Path], sequences: dict[str, list[TrainSequence]]) -> list[Any]:
@@ -68,7 +70,7 @@ def steps(paths: dict[str, Path], sequences: dict[str, list[TrainSequence]]) -> 
 
 @pytest.mark.layouts
 def test_a_step_is_that_of_each_sample_alone(ranks: Any, tmp_path: Path) -> None:
-    """Gradients, of the tower too, and their norm; a stage without embedding reads no image."""
+    """Gradients, of the tower too, and metrics; a stage without embedding reads no image."""
     models = {f: image_model(f, tmp_path / f, num_key_value_heads=2) for f in MODELS}
     sequences = {family: samples(model) for family, model in models.items()}
     wanted = {family: alone(model, sequences[family]) for family, model in models.items()}
@@ -77,19 +79,21 @@ def test_a_step_is_that_of_each_sample_alone(ranks: Any, tmp_path: Path) -> None
         scores, all_gradients = wanted[family]
         trains = vision is Vision.train
         expected = {k: v for k, v in all_gradients.items() if trains or not k.startswith(TOWER)}
-        got = dict[str, torch.Tensor]()
+        names = set[str]()
         for rank, (own, gradients, _, _, _) in enumerate(of_ranks):
             for one, other in zip(own, scores[rank::2], strict=True):
                 torch.testing.assert_close(one, other, atol=tolerance(family), rtol=0)
-            got |= gradients
-        got = {name: x[: len(expected[name])] for name, x in got.items()}  # without padding
-        assert got.keys() == expected.keys()
-        assert compare_gradients(got, expected, 1e-4) is None, (family, vision, layout)
+            got = {name: x[: len(expected[name])] for name, x in gradients.items()}  # no padding
+            of_rank = {name: expected[name] for name in got}
+            assert compare_gradients(got, of_rank, 1e-4) is None, (family, vision, layout)
+            names |= got.keys()
+        assert names == expected.keys()
         norm = torch.stack([x.norm() for x in expected.values()]).norm()
+        of_tower = sum(models[family].tower.flops(x.images) for x in sequences[family])
         towers = [tower for _, _, _, tower, _ in of_ranks]
-        assert all(
-            norm_of == pytest.approx(float(norm), rel=1e-4) for _, _, norm_of, _, _ in of_ranks
-        )
+        for _, _, metrics, _, _ in of_ranks:
+            assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+            assert metrics["flops"] == pytest.approx((3 if trains else 1) * of_tower, abs=10_000)
         assert [reads for *_, reads in of_ranks] == [True, layout.pp == 1]
         before = models[family].whole.state_dict()
         for tower in towers:
