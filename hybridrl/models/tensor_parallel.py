@@ -60,7 +60,8 @@ class LocalParameters(ParallelStyle):
     """Replicated parameters as DTensors, which the module's own code sees as plain tensors.
 
     For a router, and for an image tower: all ranks have the same tokens, or images, so they compute
-    the same gradients.
+    the same gradients. Images have many sizes, and for each of them DTensors would work out the
+    sharding of every operation anew.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

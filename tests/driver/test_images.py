@@ -62,12 +62,17 @@ def test_a_fused_run_is_the_serial_one(
 
 
 @pytest.mark.layouts
-def test_a_run_whose_ranks_have_parts_is_the_whole_one(
-    whole_run: Any, small: list[str], train_here: Train, tmp_path: Path
+def test_engines_agree_whose_ranks_have_parts(
+    small: list[str], train_here: Train, tmp_path: Path
 ) -> None:
-    """Tensor parallelism in training and a pipeline in generation."""
-    run = train_here(tmp_path, *small, "trainer.layout.tp=2", "rollout.layout.pp=2")
-    assert texts(run) == texts(whole_run)
+    """Tensor parallelism in training, a pipeline in generation and in a reference."""
+    layout = ["model.tiny.num_layers=2", "trainer.layout.tp=2", "rollout.layout.pp=2"]
+    recipe = ["recipe.kl_coef=0.1", "recipe.correction.old_log_probs=trainer"]
+    run = train_here(tmp_path, *small, *layout, *recipe)
+    lines = [line for line in read_lines(run.dir / "metrics.jsonl") if "mismatch/kl" in line]
+    assert len(lines) == 2
+    assert all(abs(line["mismatch/kl"]) < 1e-9 for line in lines)
+    assert abs(lines[0]["kl"]) < 1e-9 < lines[1]["kl"]
 
 
 def test_deep_features_belong_to_a_first_stage(
