@@ -41,14 +41,17 @@ FAMILIES = {
 MTP = "mtp.layers.0.mlp.up_proj.weight"
 
 
-def image_checkpoint(family: str, folder: Path, tied: bool = True) -> Path:
-    """A random model in `folder`; of Qwen3.5 with a head `mtp` that transformers passes by."""
+def image_checkpoint(family: str, folder: Path, tied: bool = True, **changed: int) -> Path:
+    """A random model in `folder`; of Qwen3.5 with a head `mtp` that transformers passes by.
+
+    `changed` are other sizes of its text part.
+    """
     tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 256)
     text, tower = FAMILIES[family]
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     config = AutoConfig.for_model(
         family,
-        text_config={**TEXT, **text, **tokens, "vocab_size": len(tokenizer)},
+        text_config={**TEXT, **text, **tokens, **changed, "vocab_size": len(tokenizer)},
         vision_config=tower,
         tie_word_embeddings=tied,
         **({"mm_tokens_per_image": 4, "image_token_index": 5} if family == "gemma3" else {}),

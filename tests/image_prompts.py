@@ -68,9 +68,9 @@ class ImageModel:
         return self.tower.placed(ids, images)
 
 
-def image_model(family: str, folder: Path) -> ImageModel:
+def image_model(family: str, folder: Path, **changed: int) -> ImageModel:
     """A model of a family, whose weights make peaked distributions, in `folder`."""
-    path = image_checkpoint(family, folder)
+    path = image_checkpoint(family, folder, **changed)
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | TOKENS))
     size = {"shortest_edge": 64, "longest_edge": 128**2}

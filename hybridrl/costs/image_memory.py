@@ -19,7 +19,8 @@ class ImageSizes:
     all rows of an update.
 
     A tower that trains is among the weights, gradients and moments of the models. `kept` are
-    generation's features, and on CPUs pixels. `trained` are features and activations of one row.
+    generation's features, and on CPUs pixels. `trained` are features and activations of one row, or
+    of all that a pipeline has begun.
     """
 
     tower: int

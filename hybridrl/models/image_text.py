@@ -19,7 +19,9 @@ from transformers.utils import cached_file
 from hybridrl.models.config_json import IMAGE_FAMILIES, IMAGE_TEXT, is_read
 
 _OF_TEXT, _OF_WHOLE = "model.", "model.language_model."
-TOWER = "model.visual."
+TOWER_MODULE = "visual"
+"""The tower's module in an image model, and in a text part that has it."""
+TOWER = f"model.{TOWER_MODULE}."
 """Before the names of a tower's tensors, in the image model and in a text part that has it."""
 _FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROCESSORS = (
@@ -40,10 +42,10 @@ def language_config(config: PretrainedConfig, trains_tower: bool = False) -> Pre
     part of the model (`attach_tower`). Raises ValueError for one without a tower that is computed.
     """
     model_type = IMAGE_TEXT.get(config.model_type)
-    has_tower = getattr(config, "vision_config", None) is not None
-    if trains_tower and not (has_tower and config.model_type in IMAGE_FAMILIES):
+    has_images = getattr(config, "vision_config", None) is not None
+    if trains_tower and not (has_images and config.model_type in IMAGE_FAMILIES):
         raise ValueError(f"model type {config.model_type} has no image tower that is computed")
-    if model_type is None or not has_tower:
+    if model_type is None or not has_images:
         return config
     inner = config.get_text_config()
     if inner.model_type == model_type:
@@ -112,20 +114,25 @@ def meta_tower(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
     return tower
 
 
+def has_tower(config: PretrainedConfig) -> bool:
+    """Whether the tower trains as a part of the model with this `config`."""
+    return getattr(config, "trains_tower", False)
+
+
 def attach_tower(model: PreTrainedModel) -> None:
     """Give the text part `model` its image tower, if that trains with it, without memory.
 
     The names of its parameters are those of the image model: `model.visual.blocks.0.attn.qkv.bias`.
     """
-    if getattr(model.config, "trains_tower", False):
+    if has_tower(model.config):
         tower = meta_tower(model.config, dtype=model.dtype)  # its rotations stay in float32
         tower.set_attn_implementation("sdpa")  # not causal, as packed rows' is
-        model.base_model.visual = tower
+        setattr(model.base_model, TOWER_MODULE, tower)
 
 
 def tower_in(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The tower that trains with `model` (`attach_tower`); None for a model without."""
-    tower: PreTrainedModel | None = getattr(model.base_model, "visual", None)
+    """The tower that trains with `model` (`attach_tower`); None for a model or stage without."""
+    tower: PreTrainedModel | None = getattr(model.base_model, TOWER_MODULE, None)
     return tower
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.config_json import IMAGE_FAMILIES
@@ -279,7 +280,8 @@ def idle_tower(tower: PreTrainedModel) -> torch.Tensor:
 
     Ranks sum the gradients of all weights, so each of them has some: zeros here.
     """
-    return torch.stack([weight.flatten()[0] for weight in tower.parameters()]).sum() * 0
+    weights = (x.to_local() if isinstance(x, DTensor) else x for x in tower.parameters())
+    return torch.stack([weight.flatten()[0] for weight in weights]).sum() * 0
 
 
 def rotary_positions(

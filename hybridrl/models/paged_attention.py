@@ -64,8 +64,9 @@ class KVCache:
             self._memory = lender._memory.view(-1)[: prod(shape)].view(shape)
         elif device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
-            size = prod(shape) * dtype.itemsize
-            self._memory = torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+            number = prod(shape)  # 0 on a stage whose layers are all recurrent
+            memory = torch.from_numpy(np.zeros(max(1, number) * dtype.itemsize, np.uint8))
+            self._memory = memory.view(dtype)[:number].view(shape)
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks = self._memory[:layers]

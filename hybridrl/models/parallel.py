@@ -25,7 +25,7 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, ep_allowed, num_recurrent
-from hybridrl.models.image_text import TOWER, attach_tower
+from hybridrl.models.image_text import attach_tower
 from hybridrl.models.mixers import precise_names
 from hybridrl.models.stages import modules_before
 
@@ -122,8 +122,6 @@ def _model_parameters(config: PretrainedConfig, classifier: bool) -> list[Parame
         inner = name.removeprefix(prefix)
         if tensor is embedding:
             layer = BOTH if tied else FIRST
-        elif name.startswith(TOWER):
-            layer = FIRST
         elif inner.startswith(layers):
             layer = int(inner.removeprefix(layers).partition(".")[0])
         else:

@@ -68,6 +68,7 @@ class Qwen3VLMoeTextForCausalLM(_WithHead, Qwen3VLMoePreTrainedModel, Generation
 AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLTextForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, exist_ok=True)
 # Their own are missing, or leave the norms of queries and keys out.
+Qwen3VLTextConfig.base_model_pp_plan = Qwen3Config.base_model_pp_plan
 Qwen3VLTextConfig.base_model_tp_plan = Qwen3Config.base_model_tp_plan
 Qwen3VLMoeTextConfig.base_model_tp_plan = Qwen3MoeConfig.base_model_tp_plan
 Qwen3VLMoeTextConfig.base_model_ep_plan = Qwen3MoeConfig.base_model_ep_plan

@@ -25,6 +25,7 @@ from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.expert_parallel import LocalExperts, experts_of
+from hybridrl.models.image_text import TOWER_MODULE, tower_in
 from hybridrl.models.mixers import has_keys, is_recurrent, precise_names
 from hybridrl.models.parallel import (
     check_gen_layout,
@@ -417,6 +418,8 @@ def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.S
     embedding = modules_before(model.config)[0]
     if f"{prefix}.{embedding}.weight" not in shapes:
         setattr(body, embedding, None)
+    if not parallel.first and tower_in(model) is not None:
+        setattr(body, TOWER_MODULE, None)
     if not parallel.last:
         for name in modules_after(model.config):
             setattr(body, name, nn.Identity())

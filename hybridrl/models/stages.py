@@ -16,6 +16,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hybridrl.models.qwen3_vl  # noqa: F401  (a model that transformers lacks)
+from hybridrl.models.image_text import TOWER_MODULE, has_tower, tower_in
 
 _LAYER_NUMBERS = ("mlp_only_layers",)
 """Lists of some layers' numbers, which may by chance be as long as a model is deep."""
@@ -65,9 +66,12 @@ def plain_name(name: str) -> str:
 
 
 def modules_before(config: PretrainedConfig) -> list[str]:
-    """Modules of the base model that the first pipeline stage has besides its layers."""
+    """Modules of the base model that the first pipeline stage has besides its layers.
+
+    The embedding is the first of them, a tower that trains the last.
+    """
     names = list(config.base_model_pp_plan or ("embed_tokens", "layers", "norm"))
-    return names[: names.index("layers")]
+    return names[: names.index("layers")] + [TOWER_MODULE] * has_tower(config)
 
 
 def modules_after(config: PretrainedConfig) -> list[str]:
@@ -139,9 +143,9 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
         if here.get(child_name, True):  # rotations, which no stage lacks
             setattr(chunk.base_model, child_name, child)
         else:
-            # An embedding is not called, the others pass on.
-            embeds = child is model.get_input_embeddings()
-            setattr(chunk.base_model, child_name, None if embeds else nn.Identity())
+            # An embedding or a tower is not called, the others pass on.
+            uncalled = child in (model.get_input_embeddings(), tower_in(model))
+            setattr(chunk.base_model, child_name, None if uncalled else nn.Identity())
     chunk.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
     head = getattr(model, name) if last else None
     if head is not None and not first and head.weight is model.get_input_embeddings().weight:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from hybridrl.models.expert_parallel import experts_of
+from hybridrl.models.image_text import TOWER
 from hybridrl.models.parallel import tp_style
 from hybridrl.models.stages import modules_after, plain_name
 
@@ -58,7 +59,9 @@ class ReplicatedParameters(ParallelStyle):
 class LocalParameters(ParallelStyle):
     """Replicated parameters as DTensors, which the module's own code sees as plain tensors.
 
-    For a router: all ranks have the same tokens, so they compute the same gradients.
+    For a router, and for an image tower: all ranks have the same tokens, or images, so they compute
+    the same gradients. Images have many sizes, and for each of them DTensors would work out the
+    sharding of every operation anew.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,7 +148,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     experts = experts_of(model)
     mixtures = {n.rpartition(".")[0] for n, module in model.named_modules() if module in experts}
     for name, module in model.named_modules():
-        routed = name.rpartition(".")[0] in mixtures
+        whole = name.rpartition(".")[0] in mixtures or name.startswith(TOWER)
         if sequence and name.endswith((".self_attn", ".mlp")):
             styles[name] = _gathering(name, name in mixtures)
         if not list(module.parameters(recurse=False)) or module in experts:
@@ -164,7 +167,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case "replicated_with_grad_allreduce", _:
                 styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
-            case _ if routed:
+            case _ if whole:
                 styles[name] = LocalParameters()
             case _ if module is embedding:
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
-from hybridrl.models.image_text import language_config, meta_tower, whole_model
+from hybridrl.models.image_text import has_tower, language_config, meta_tower, whole_model
 from hybridrl.models.images import (
     ImageProcessor,
     ImageTokens,
@@ -39,9 +39,9 @@ used again by each of its samples and stages."""
 
 
 class ImageReader:
-    """Reads the images of prompts for the model at `path`, whose tower computes them in a pass.
+    """Places the images of prompts for the model at `path`, on a stage that embeds no tokens.
 
-    Pixels of images seen lately are kept, by the digest of their bytes.
+    Others read them: what they make of images seen lately is kept, by the digest of their bytes.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,20 +55,12 @@ class ImageReader:
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 
-    def row(self, pads: torch.Tensor, images: Images) -> RowImages | RowPixels:
-        """The `images` of a row's prompts, whose pads are at these places [pads] in it."""
-        places, start = dict[bytes, torch.Tensor](), 0
-        for image in dict.fromkeys(images):
-            stop = start + self.tokens.num_pads(self._processor.grid(image))
-            places[image] = torch.arange(start, stop)
-            start = stop
-        of_pads = torch.cat([places[image] for image in images])
-        return RowPixels(pads, of_pads, tuple(map(self.patches, places)))
+    def row(self, pads: torch.Tensor, images: Images) -> RowImages | RowPixels | None:
+        """The `images` of a row's prompts, whose pads are at these places [pads] in it.
 
-    def patches(self, image: bytes) -> Patches:
-        """The pixels of an image on the host, and how many patches it has."""
-        pixels = self._recent(image, lambda: self._processor.patches(image)[0])
-        return Patches(pixels, self._processor.grid(image))
+        None on a stage that embeds no tokens: it gets hidden states.
+        """
+        return None
 
     def flops(self, images: Images) -> int:
         """Operations of a forward pass over a prompt's images, whether features are kept or not."""
@@ -90,6 +82,25 @@ class ImageReader:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
         return tensor
+
+
+class PixelReader(ImageReader):
+    """Reads the pixels of images for a tower that is a part of the model and computes in a pass."""
+
+    def row(self, pads: torch.Tensor, images: Images) -> RowPixels:
+        """See `ImageReader.row`."""
+        places, start = dict[bytes, torch.Tensor](), 0
+        for image in dict.fromkeys(images):
+            stop = start + self.tokens.num_pads(self._processor.grid(image))
+            places[image] = torch.arange(start, stop)
+            start = stop
+        of_pads = torch.cat([places[image] for image in images])
+        return RowPixels(pads, of_pads, tuple(map(self.patches, places)))
+
+    def patches(self, image: bytes) -> Patches:
+        """The pixels of an image on the host, and how many patches it has."""
+        pixels = self._recent(image, lambda: self._processor.patches(image)[0])
+        return Patches(pixels, self._processor.grid(image))
 
 
 class VisionTower(ImageReader):
@@ -138,14 +149,20 @@ Tower = Callable[[], ImageReader]
 """Gives what reads the images of an engine's model, once the first image comes."""
 
 
-def tower_of(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Tower:
+def tower_of(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, embeds: bool
+) -> Tower:
     """What reads images for the model with this `config` (`models.load.load_config`).
 
-    It gives features of a frozen tower, or pixels for one that is a part of the model.
+    It gives features of a frozen tower, or pixels for one that is a part of the model; without
+    `embeds`, on a stage that gets hidden states, neither.
     """
-    if getattr(config, "trains_tower", False):
-        return functools.partial(image_reader, config.name_or_path)
-    return functools.partial(vision_tower, config.name_or_path, dtype, device)
+    path = config.name_or_path
+    if not embeds:
+        return functools.partial(image_reader, path)
+    if has_tower(config):
+        return functools.partial(pixel_reader, path)
+    return functools.partial(vision_tower, path, dtype, device)
 
 
 @functools.cache
@@ -155,8 +172,14 @@ def vision_tower(path: str, dtype: torch.dtype, device: torch.device) -> VisionT
 
 
 @functools.cache
+def pixel_reader(path: str) -> PixelReader:
+    """The process's reader of pixels for the model at `path`."""
+    return PixelReader(path)
+
+
+@functools.cache
 def image_reader(path: str) -> ImageReader:
-    """The process's reader of images for the model at `path`."""
+    """What places images for the model at `path` on the process's stages without embedding."""
     return ImageReader(path)
 
 

@@ -74,10 +74,11 @@ def image_sizes(
         return sizes
 
     # The models have the tower. A row's features are made in its pass, and chosen for its pads.
-    row = inputs.row(config.trainer.layout, ranks).tokens
+    row, chunks = inputs.row(config.trainer.layout, ranks), config.trainer.layout.num_chunks
+    in_flight = min(chunks, row.number or chunks)  # rows that a pipeline's first chunk has begun
     prompts = -(-config.trainer.prompts_per_step // config.trainer.mini_batches)
-    num_images = min(prompts, max(1, row // pads))
-    chosen = min(of_batch(config.trainer.layout, config.trainer.mini_batches), row)
+    num_images = min(prompts, max(1, row.tokens // pads))
+    chosen = min(of_batch(config.trainer.layout, config.trainer.mini_batches), row.tokens)
     image = trained_tower_activations(shape, patches, dtype=compute, on_cpu=on_cpu)
     features = kept(pads * tower.features * rollout.itemsize) if generates else 0
     pixels = kept(patches * tower.pixels * PIXEL) if computes and on_cpu else 0
@@ -88,7 +89,7 @@ def image_sizes(
         kept=features + pixels,
         computing=max(sizes.computing, gradients + image.backward - image.kept),
         scored=2 * sizes.scored,
-        trained=num_images * (image.kept + of_pad * pads) + of_pad * chosen,
+        trained=in_flight * (num_images * (image.kept + of_pad * pads) + of_pad * chosen),
     )
 
 

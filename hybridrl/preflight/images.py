@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind, Vision
 from hybridrl.data import Item
 from hybridrl.flow import Graph
+from hybridrl.layout.layout import chunk_bounds, stages_of_layers
 from hybridrl.preflight.models import judges_of
 
 if TYPE_CHECKING:
@@ -18,11 +19,15 @@ def most_pads(shape: "PretrainedConfig", items: Iterable[Item]) -> int:
 
 
 def check_images(
-    config: Config, graph: Graph, trained: Iterable[Item], items: Iterable[Item]
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    trained: Iterable[Item],
+    items: Iterable[Item],
 ) -> None:
     """Raise for what cannot be done where one of `items`, of the run's prompts, has images.
 
-    Also where a tower is to train, and no `trained` prompt has any.
+    Also where a tower is to train, and no `trained` prompt has any. The model has this `shape`.
     """
     item = next((item for item in items if item.images), None)
     trains = config.model.vision is Vision.train
@@ -33,17 +38,9 @@ def check_images(
     why = f"prompts have images ({item.source}, {item.place})"
     if not config.rollout.features.reads_images:
         raise ConfigError("rollout.engine", config.rollout.engine.value, f"native: {why}")
-    train, gen = config.trainer.layout, config.rollout.layout
-    ones = {
-        "trainer.layout.pp": train.pp,
-        "trainer.layout.tp": train.tp,
-        "trainer.layout.cp": train.cp,
-        "rollout.layout.pp": gen.pp,
-        "rollout.layout.tp": gen.tp,
-    }
-    for key, value in ones.items():
-        if value > 1:
-            raise ConfigError(key, value, f"1: {why}")
+    if (cp := config.trainer.layout.cp) > 1:
+        raise ConfigError("trainer.layout.cp", cp, f"1: {why}")
+    _check_first_stages(config, shape, why)
     if config.rollout.tail_tp != "off":
         raise ConfigError("rollout.tail_tp", config.rollout.tail_tp, f"off: {why}")
     if config.trainer.chunk_tokens:
@@ -58,3 +55,19 @@ def check_images(
     others = [role for role in VALUE_MODELS if role in graph.learned]
     if others := others + ["teacher"] * ("teacher" in graph.roles):
         raise ConfigError("recipe", f"role {others[0]}", f"a recipe without that model: {why}")
+
+
+def _check_first_stages(config: Config, shape: "PretrainedConfig", why: str) -> None:
+    """Raise where a first pipeline stage has fewer layers than DeepStack adds features behind."""
+    deep = len(getattr(shape.tower_config, "deepstack_visual_indexes", ()))
+    layers, train, gen = shape.num_hidden_layers, config.trainer.layout, config.rollout.layout
+    _, of_chunk = chunk_bounds(layers, train.num_chunks, train.chunk_layers)[0]
+    of_stage = stages_of_layers(layers, gen.pp).count(0)
+    firsts = {
+        "trainer.layout.pp": (train.pp, of_chunk, "chunk"),
+        "rollout.layout.pp": (gen.pp, of_stage, "stage"),
+    }
+    for key, (pp, first, part) in firsts.items():
+        if first < deep:
+            layout = f"a layout whose first {part} has {deep} layers or more, and not {first}"
+            raise ConfigError(key, pp, f"{layout}: DeepStack adds features there, since {why}")

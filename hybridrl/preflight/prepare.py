@@ -154,7 +154,7 @@ def prepare(
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
-    check_images(config, graph, data.train, items)
+    check_images(config, graph, shape, data.train, items)
     check_rows(config, graph, items)
     trials = {}
     if config.cluster.holds_models:

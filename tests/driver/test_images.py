@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from image_checkpoints import open_whole
 from resumed_runs import check_same, ended
 
 from hybridrl.config import ConfigError
+from hybridrl.preflight.images import check_images
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -56,6 +59,38 @@ def test_a_fused_run_is_the_serial_one(
     fused = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
     run = train_here(tmp_path, *small, "trainer.layout.fsdp=2", *fused)
     assert texts(run) == texts(whole_run)
+
+
+@pytest.mark.layouts
+def test_engines_agree_whose_ranks_have_parts(
+    small: list[str], train_here: Train, tmp_path: Path
+) -> None:
+    """Tensor parallelism in training, a pipeline in generation and in a reference."""
+    layout = ["model.tiny.num_layers=2", "trainer.layout.tp=2", "rollout.layout.pp=2"]
+    recipe = ["recipe.kl_coef=0.1", "recipe.correction.old_log_probs=trainer"]
+    run = train_here(tmp_path, *small, *layout, *recipe)
+    lines = [line for line in read_lines(run.dir / "metrics.jsonl") if "mismatch/kl" in line]
+    assert len(lines) == 2
+    assert all(abs(line["mismatch/kl"]) < 1e-9 for line in lines)
+    assert abs(lines[0]["kl"]) < 1e-9 < lines[1]["kl"]
+
+
+def test_deep_features_belong_to_a_first_stage(
+    make_config: Callable[..., Any], small: list[str]
+) -> None:
+    """Three of them: with four layers on two stages the last would be left out."""
+    items = [SimpleNamespace(images=(b"",), source="s", place="row 1")]
+    tower = SimpleNamespace(deepstack_visual_indexes=[0, 1, 2])
+    shape: Any = SimpleNamespace(num_hidden_layers=4, tower_config=tower)
+    for key, part in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
+        config = make_config(*small, f"{key}=2", "cluster.ranks=2")
+        graph = build_recipe(config.recipe)
+        wanted = rf"^{key}=2: wanted a layout whose first {part} has 3 layers or more, and not 2: "
+        with pytest.raises(ConfigError, match=wanted):
+            check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 5
+        check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 4
 
 
 @pytest.mark.layouts
@@ -118,3 +153,13 @@ def test_a_tiny_model_learns_to_count(train_here: Train, tmp_path: Path, exchang
     lines = read_lines(run.dir / "metrics.jsonl")
     accuracy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line][-1]
     assert accuracy < 0.3 if exchanged else accuracy > 0.8
+
+
+@pytest.mark.slow
+def test_a_tower_that_trains_learns_to_count(train_here: Train, tmp_path: Path) -> None:
+    """0.84 before, 1.00 from 10 steps on were measured."""
+    rates = ["warm_start.optim.lr=5e-4", "warm_start.steps=60", "trainer.optim.lr=1e-4"]
+    trained = ["experiment=shapes_tiny", "model.vision=train", *rates, "cluster.ranks=1"]
+    run = train_here(tmp_path, *trained, "trainer.steps=20", "trainer.save_every=20")
+    lines = read_lines(run.dir / "metrics.jsonl")
+    assert [line["eval_accuracy"] for line in lines if "eval_accuracy" in line][-1] > 0.8

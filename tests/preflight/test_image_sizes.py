@@ -95,6 +95,19 @@ def test_a_tower_that_trains_is_among_the_weights_of_the_models() -> None:
     assert kept == of_prompt * 32 * (sizes.features + 4 * sizes.pixels)
 
 
+def test_a_pipeline_has_features_of_the_rows_that_it_has_begun() -> None:
+    """Two replicas each, so that a rank has as many samples."""
+    sizes = []
+    for pp in (1, 2):
+        small = ["trainer.max_tokens_per_micro_batch=256", f"trainer.layout.pp={pp}"]
+        config = config_of("experiment=shapes_tiny", "model.vision=train", *small)
+        graph, shape = build_recipe(config.recipe), model_shape(config.model)
+        inputs = LongestInputs.of(config, graph, 32)
+        sizes.append(image_sizes(config, graph, shape, 2 * pp, inputs, True, True))
+    one, two = (own.trained for own in sizes if own is not None)
+    assert two == 2 * one
+
+
 def test_features_that_are_kept_have_a_limit() -> None:
     config = config_of("experiment=shapes_tiny", "trainer.steps=1000000")
     sizes = plan(config).phases[-1].sizes

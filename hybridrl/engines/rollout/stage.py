@@ -49,7 +49,7 @@ from hybridrl.models.router_replay import (
 )
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 from hybridrl.models.states import StateCache, state_bytes
-from hybridrl.models.vision import VisionTower, vision_tower
+from hybridrl.models.vision import VisionTower, image_reader, vision_tower
 
 
 class DrawnTokens(NamedTuple):
@@ -379,7 +379,8 @@ class RolloutStage:
         """Where the images of a request's prompt are among its tokens; None without any."""
         if not request.images:
             return None
-        return self._tower.placed(request.prompt_ids, request.images)
+        reader = self._tower if self.parallel.first else image_reader(self._path)
+        return reader.placed(request.prompt_ids, request.images)
 
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden]: embedded, or from the previous stage."""

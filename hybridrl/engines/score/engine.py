@@ -332,7 +332,7 @@ class ScoreEngine:
                     self.device,
                     records_experts=records_experts,
                     shares_prompts=self.shares_prompts,
-                    tower=tower_of(self.config, self.dtype, self.device),
+                    tower=tower_of(self.config, self.dtype, self.device, self.parallel.first),
                 )
                 if records_experts:
                     batches.append(replace(batch, images=None, kept=None))
@@ -461,7 +461,7 @@ class ScoreEngine:
     def _stage(self, batch: PackedBatch) -> torch.Tensor:
         """The stage's layers (and norm) over a row: [tokens, features]."""
         inputs: dict[str, Any] = {"inputs_embeds": self._inputs(batch.ids[0])[None]}
-        if batch.images is not None and self.parallel.first:
+        if batch.images is not None:
             images = batch.images.computed(tower_in(self.model))
             inputs = images.inputs(inputs["inputs_embeds"])
         hidden: torch.Tensor = self.model.base_model(

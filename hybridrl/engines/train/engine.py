@@ -50,7 +50,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
 from hybridrl.models.flops import ForwardFlops, forward_flops
-from hybridrl.models.image_text import tower_in
+from hybridrl.models.image_text import has_tower
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -213,7 +213,7 @@ class TrainEngine(SteppedShards):
             trainer.chunk_tokens,
             SequenceCost(*forward_flops(config)),
             trainer.shares_prompts,
-            tower_of(config, self.compute_dtype, self.device),
+            tower_of(config, self.compute_dtype, self.device, any(x.first for x in self.chunks)),
         )
 
     @property
@@ -497,7 +497,7 @@ class TrainEngine(SteppedShards):
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         # Backward has twice as many, but for the gradients of frozen weights; a frozen tower none.
-        of_tower = totals.tower_flops * (1 if tower_in(self.model) is None else 3)
+        of_tower = totals.tower_flops * (3 if has_tower(self.model.config) else 1)
         metrics["flops"] = totals.flops * (3 if self.lora is None else 2) + of_tower
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:

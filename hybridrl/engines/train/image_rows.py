@@ -16,7 +16,8 @@ def place_images(
     """Positions of a row's tokens, and its images; of `members` without any as they are, and None.
 
     `positions` [tokens] are the numbers of the tokens of `members`, one after the other. With
-    images they are [4, tokens], with the rotary positions behind them.
+    images they are [4, tokens], with the rotary positions behind them. The images themselves are
+    None on a stage that embeds no tokens.
     """
     if not any(member.images for member in members):
         return positions, None

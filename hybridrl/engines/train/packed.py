@@ -56,8 +56,8 @@ class PackedBatch:
     A row with shared prompts has `places` [tokens of the sequences]: where the tokens of each
     sequence in `order` are in it, prompt and response. Its sequences have `lengths`.
 
-    A row with `images` has `position_ids` [4, 1, tokens]: the rotary positions are behind the
-    tokens' own.
+    A row whose prompts have images has `position_ids` [4, 1, tokens]: the rotary positions are
+    behind the tokens' own. Its `images` are on the stage that embeds the tokens alone.
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
@@ -143,7 +143,7 @@ def pack(
     starts = ends.cumsum(0) - ends
     positions = torch.arange(ids.shape[0]) - starts.repeat_interleave(ends)
     positions, images = place_images(members, positions.clamp(max=longest - 1), tower)
-    assert images is None or group is None, "ranks share no row with images"
+    assert positions.dim() == 1 or group is None, "ranks share no row with images"
     routing = Routing(records=True) if records_experts else _replay(sequences, pieces.order)
     numbers = tuple([-1 if filler and i == len(sequences) - 1 else i for i in pieces.order])
     predicting = scored - 1
@@ -157,7 +157,7 @@ def pack(
             routing = Routing(routing.forced[once])
     row = PackedBatch(
         ids=ids[None],
-        position_ids=positions[None] if images is None else positions[:, None],
+        position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
         predicting=predicting,
         targets=targets,
         order=numbers,

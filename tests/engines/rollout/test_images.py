@@ -5,9 +5,11 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from image_prompts import FAMILIES, TOKENS, A, B, C, ImageModel, image_model, tolerance
 from safetensors.torch import load_file, save_file
 
@@ -22,12 +24,18 @@ from hybridrl.engines.rollout.speculation import Speculation
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.models.image_text import TOWER, own_name, tower_in
 from hybridrl.models.load import load_config
-from hybridrl.models.shard import GenParallel
-from hybridrl.models.vision import VisionTower
+from hybridrl.models.local_weights import fill_parameters
+from hybridrl.models.shard import GenParallel, instance_layout
+from hybridrl.models.stored_weights import StoredWeights
+from hybridrl.models.vision import VisionTower, vision_tower
 
 NEW, SAMPLES = 10, 2
 PADS = [TOKENS["image_token_id"], TOKENS["video_token_id"]]
 PROMPTS = [(4, (A,), 0), (12, (), 1), (3, (B, A), 2), (4, (C,), 0)]
+ENGINE: dict[str, Any] = {
+    "dtype": torch.float32, "device": torch.device("cpu"), "max_running": 4, "block_size": 4,
+    "kv_cache_tokens": 0, "max_sequence": 80,
+}  # fmt: skip
 Models = Callable[[str], ImageModel]
 
 
@@ -69,14 +77,9 @@ def make_engine(
 ) -> NativeEngine:
     engine = NativeEngine(
         load_config(str(model.path), vision=vision),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_running=4,
-        block_size=4,
-        kv_cache_tokens=0,
-        max_sequence=80,
         deterministic=deterministic,
         speculation=speculation,
+        **ENGINE,
     )
     load_weights(engine, model)
     return engine
@@ -107,6 +110,50 @@ def finished(engine: NativeEngine) -> dict[object, Output]:
     while engine.unfinished:
         outputs += engine.step()
     return {output.id: output for output in outputs}
+
+
+def sharded(
+    path: Path, vision: Vision, pp: int, tp: int, asked: list[Request]
+) -> tuple[dict[object, Output], bool]:
+    """Outputs of an instance of two ranks, and whether this one has or reads a tower."""
+    vision_tower.cache_clear()
+    config, group, rank = load_config(str(path), vision=vision), dist.group.WORLD, dist.get_rank()
+    pp_rank, tp_rank = divmod(rank, tp)
+    parallel = GenParallel(pp, tp, pp_rank, tp_rank, group, group)
+    engine = NativeEngine(config, parallel=parallel, **ENGINE)
+    layout = instance_layout(config, pp, tp)
+    with StoredWeights(str(path), config) as weights:
+        fill_parameters(weights, engine.model.named_parameters(), layout, rank)
+    engine.submit(asked)
+    outputs = finished(engine)
+    return outputs, tower_in(engine.model) is not None or vision_tower.cache_info().misses > 0
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("family", "vision", "pp", "tp"),
+    [
+        ("qwen3_vl", Vision.train, 2, 1),
+        ("qwen3_5", Vision.frozen, 2, 1),
+        ("qwen3_vl_moe", Vision.train, 1, 2),
+    ],
+)
+def test_an_instance_of_two_ranks_draws_as_transformers(
+    models: Models, ranks: Any, family: str, vision: Vision, pp: int, tp: int
+) -> None:
+    """The log-probabilities are its own; a stage without embedding has no tower."""
+    model = models(family)
+    asked = requests(model)
+    results = ranks(2, sharded, model.path, vision, pp, tp, asked)
+    assert [has_tower for _, has_tower in results] == [True, pp == 1]
+    for outputs, _ in results:
+        for request in asked:
+            output = outputs[request.id]
+            whole = torch.tensor([*request.prompt_ids, *output.token_ids])
+            with torch.no_grad():
+                wanted = model.log_probs(whole, request.images, NEW)
+            got = torch.tensor(output.log_probs)
+            torch.testing.assert_close(got, wanted, atol=10 * tolerance(family), rtol=0)
 
 
 @pytest.mark.long
