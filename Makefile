@@ -13,7 +13,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The files with tests of a mark: to import all files takes as long as many tests.
 MARKED = $(shell grep -rlw "mark.$(1)" tests --include="test_*.py")
 # Marks whose tests have a target of their own.
-OTHERS := slow or layouts or browser or gpu or gpu_dry or gpu_dry_full or cubins or contracts or ray or \
+OTHERS := slow or layouts or browser or gpu or gpu_dry or gpu_dry_full or cubins or contracts or ray or tinker or \
 	models or vllm or slurm or bare or loggers or agents or verifiers
 
 .DEFAULT_GOAL := help

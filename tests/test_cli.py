@@ -577,6 +577,7 @@ def running_children() -> set[psutil.Process]:
     return running
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("overrides", "line"), list(wrong_cases()))
 def test_one_line(
     overrides: str, line: str, files: Path, capfd: pytest.CaptureFixture[str]

@@ -100,7 +100,6 @@ def test_a_recipe_without_a_reward(make_config: Callable[..., Any], tmp_path: Pa
         prepare(config)
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_followed_run_chooses_the_same_prompts(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path

@@ -31,7 +31,6 @@ def averaged(flow, cfg):
 """
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     "more",

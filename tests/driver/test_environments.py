@@ -34,7 +34,6 @@ def settings(tiny_run: list[str]) -> list[str]:
     return [*kept, "reward=environment", *TALKING]
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("packed", marks=pytest.mark.slow)])
 def test_every_schedule_trains_on_the_conversations_of_serial(

@@ -104,6 +104,7 @@ def test_a_resumed_run_is_the_whole_one(
     check_same(run.dir, copy, tmp_path)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -70,7 +70,6 @@ FEW = ["trainer.steps=2", "eval.sets.main.num_prompts=2", "eval.sets.main.every=
 FUSED = ["schedule=fused", "schedule.migration_threshold=6", "rollout.decode_steps=2"]
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 def test_serial_and_fused_train_on_the_same_batch(
     train_here: Callable[..., Any], tiny_run: list[str], judge: Any, tmp_path: Path

@@ -75,6 +75,7 @@ def test_advantages_by_hand() -> None:
     torch.testing.assert_close(cost_returns.double(), c + cost_values, atol=1e-6, rtol=0)
 
 
+@pytest.mark.each
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "message"),

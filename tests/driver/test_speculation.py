@@ -10,7 +10,6 @@ PARTIAL = ["schedule=partial", "schedule.over_provision=2"]
 PACKED = ["schedule=packed", "schedule.limit_tokens=24"]
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("schedule", "speculate"),

@@ -79,6 +79,7 @@ def test_a_reference_has_the_tower_of_its_weights(
     assert abs(first) < 1e-9 < second
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("override", "message"),
     [

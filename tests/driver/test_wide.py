@@ -166,6 +166,7 @@ def test_emulated_ranks(tmp_path: Path, tail_tp: str) -> None:
 # -- wrong input ----------------------------------------------------------------------------------
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [

@@ -260,6 +260,7 @@ def test_a_slower_network_makes_the_same_mapping_dearer() -> None:
 BIG = ("model=llama3_70b", "cluster.device=cuda")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("args", "key", "message"),
     [
@@ -425,6 +426,7 @@ PIPELINES = (
 )
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("args", "key", "value"),
     [

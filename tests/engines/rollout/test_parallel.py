@@ -518,7 +518,6 @@ def talk(
     return results
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("pp", "tp"),
     [

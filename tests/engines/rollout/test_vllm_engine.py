@@ -669,7 +669,6 @@ def experts(directory: str) -> tuple[dict[object, Any], list[Any]]:
     return recorded(directory, 2, 2)
 
 
-@pytest.mark.wide
 @torch.no_grad()
 def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """Recorded are those that transformers chooses, in the layers that have any.

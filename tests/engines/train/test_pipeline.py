@@ -77,12 +77,14 @@ def test_two_ranks(ranks, path, schedule):
     compare(ranks(2, train, path, (2, 1, 1, 1), schedule, False, 4))
 
 
+@pytest.mark.each
 @pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
 def test_both_directions(ranks, path, schedule):
     compare(ranks(2, train, path, (2, 1, 1, 1), schedule, True, 6))
 
 
+@pytest.mark.each
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "schedule"),

@@ -148,6 +148,7 @@ def check(ranks, path, sequences, split, loss, want, gives_values=False):
     return metrics
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("loss", "formula", "split"),
     # How a vocabulary is cut is not the loss's business: one of them has tp 2.
