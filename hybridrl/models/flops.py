@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
 from hybridrl.models.image_text import TOWER
 from hybridrl.models.parallel import experts_per_token, meta_model, model_parameters, num_experts
 from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
@@ -56,7 +56,7 @@ class ForwardFlops:
         pair = 2 * config.num_attention_heads * (shape.key_size + shape.value_size)
         windowed = _windowed_layers(config)
         window = getattr(config, "sliding_window", None) or 0
-        full = config.num_hidden_layers - windowed - num_recurrent(config)
+        full = layers_with_keys(config).count(True) - windowed
         per_token = 2 * layers + state_flops(config)
         return cls(per_token, 2 * head, pair * full, pair * windowed, window)
 

@@ -10,7 +10,7 @@ from hybridrl.costs.model_shape import ModelShape, RecurrentShape
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
-from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
 from hybridrl.models.flops import state_flops
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.mixers import recurrent_modules
@@ -83,6 +83,7 @@ def recurrent_shape(shape: "PretrainedConfig", config: Config) -> RecurrentShape
         parameters=sum(p.numel() for mixer in mixers for p in mixer.parameters()),
         state_bytes=sum(layer_state_bytes(shape, TORCH_DTYPES[config.rollout.dtype])),
         state_flops=state_flops(shape),
+        attending=layers - layers_with_keys(shape).count(False),
     )
 
 

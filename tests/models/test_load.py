@@ -66,8 +66,8 @@ def test_logits_that_would_come_out_wrong() -> None:
     scaled = LlamaConfig(logits_scaling=8.0)  # Granite divides by it, HyperCLOVA X multiplies
     with pytest.raises(ValueError, match="llama: logits_scaling is not supported"):
         check_supported(scaled)
-    with pytest.raises(ValueError, match="falcon_h1: lm_head_multiplier is not supported"):
-        check_supported(AutoConfig.for_model("falcon_h1", lm_head_multiplier=0.5))
+    with pytest.raises(ValueError, match="llama: lm_head_multiplier is not supported"):
+        check_supported(LlamaConfig(lm_head_multiplier=0.5))
 
 
 def test_layers_that_no_engine_computes() -> None:
@@ -87,7 +87,7 @@ def test_layers_that_no_engine_computes() -> None:
         ({"model_type": "gemma3", "vision_config": {"depth": 1}}, "images"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later"),
         ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "weights quantized by"),
-        ({"model_type": "x", "layer_types": ["full_attention", "hybrid"]}, "hybrid"),
+        ({"model_type": "x", "layer_types": ["full_attention", "gla"]}, "gla"),
     ],
 )
 def test_what_config_json_alone_rules_out(tmp_path, settings, component):
