@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,6 +25,7 @@ from hybridrl.config import (
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import (
     check_config_json,
     check_has_experts,
@@ -32,7 +34,9 @@ from hybridrl.models.config_json import (
     wrong_experts,
 )
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
+from hybridrl.models.mixers import recurrent_modules
 from hybridrl.models.recomputation import checkpoint_layers
+from hybridrl.models.shrink import shrink
 from hybridrl.models.stored_weights import StoredWeights
 
 SMALL = LlamaConfig(
@@ -258,3 +262,20 @@ def test_a_config_that_transformers_cannot_read_is_refused(tmp_path, settings, m
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="a Hugging Face model"):
         load_config(str(tmp_path))
+
+
+def test_a_base_model_fills_what_its_layers_have() -> None:
+    """Falcon-H1's factors of a mixer's widths; weights that have memory stay as they are."""
+    factors = [0.5, 0.25, 2.0, 3.0, 4.0]
+    model = AutoModelForCausalLM.from_config(
+        shrink(AutoConfig.for_model("falcon_h1", ssm_multipliers=factors))
+    )
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    for mixer in recurrent_modules(model):
+        assert sorted(mixer.mup_vector.unique()) == sorted(factors)
+        mixer.mup_vector = mixer.mup_vector.to("meta")
+    fill_buffers(model, torch.device("cpu"))
+    for mixer in recurrent_modules(model):
+        assert sorted(mixer.mup_vector.unique()) == sorted(factors)
+    for name, weight in model.named_parameters():
+        assert weight.equal(weights[name])
