@@ -64,8 +64,10 @@ class KVCache:
             self._memory = lender._memory.view(-1)[: prod(shape)].view(shape)
         elif device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
-            size = prod(shape) * dtype.itemsize
-            self._memory = torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+            # A stage of a hybrid may have no layer with keys: an array without bytes has no format.
+            elements = prod(shape)
+            pages = torch.from_numpy(np.zeros(max(1, elements) * dtype.itemsize, np.uint8))
+            self._memory = pages.view(dtype)[:elements].view(shape)
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks = self._memory[:layers]
