@@ -82,7 +82,7 @@ Models = Callable[[str], PreTrainedModel]
 
 
 def config_of(family: str) -> PretrainedConfig:
-    return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
+    return AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
 
 
 @pytest.fixture(scope="module")
