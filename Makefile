@@ -103,6 +103,8 @@ test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 test-newest: $(BIN)/.dev .cache/transformers  ## models, engines and whole runs with the newest transformers
 	PYTHONPATH=.cache/transformers $(PYTEST) -q $(PARALLEL) -n 2 tests/models tests/engines
 	PYTHONPATH=.cache/transformers $(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" tests/driver/test_runs.py
+	PYTHONPATH=.cache/transformers $(PYTEST) -q -m long tests/engines/rollout/test_states.py -k "own or plan"
+	PYTHONPATH=.cache/transformers $(BIN)/python scripts/model_families.py --check --newer
 
 # Separate: the libraries bring packages that nothing else needs.
 .cache/loggers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_loggers.sh

@@ -10,9 +10,10 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
-    """The layers of a hybrid that have a state in place of keys and values, all of them together.
+    """The layers of a hybrid that have a state, all of them together.
 
-    Their mixers have `parameters`. A sequence's states have `state_bytes`, and a token takes
+    `attending` of them have keys and values besides (Falcon-H1), the others in their place. Their
+    mixers have `parameters`. A sequence's states have `state_bytes`, and a token takes
     `state_flops` operations on them.
     """
 
@@ -20,6 +21,7 @@ class RecurrentShape:
     parameters: int
     state_bytes: int
     state_flops: int
+    attending: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,9 @@ class ModelShape:
     @property
     def attending(self) -> int:
         """Layers that attend."""
-        return self.layers - (self.recurrent.layers if self.recurrent else 0)
+        if self.recurrent is None:
+            return self.layers
+        return self.layers - self.recurrent.layers + self.recurrent.attending
 
     @property
     def features(self) -> int:
@@ -157,7 +161,7 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
         ("v", (shape.kv_heads * features, hidden), 0, keys),
         ("o", (hidden, shape.heads * features), 1, queries),
     ]
-    mixers = attention
+    mixers: list[tuple[str, tuple[int, ...], int, int]] = []
     if shape.recurrent:
         rows = shape.recurrent.parameters // (shape.recurrent.layers * hidden)
         mixers = [("mixer", (rows, hidden), 0, 0)]
@@ -172,7 +176,9 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
     parameters = []
     for layer in range(shape.layers):
         name = f"layers.{layer}"
-        own = [*(mixers if layer >= shape.attending else attention), *sizes]
+        own = [*(attention if layer < shape.attending else []), *sizes]
+        if shape.recurrent and layer >= shape.layers - shape.recurrent.layers:
+            own = [*mixers, *own]
         parameters += [
             Parameter(f"{name}.{n}", size, layer, dim, units) for n, size, dim, units in own
         ]

@@ -53,6 +53,10 @@ def attention_shape(config: PretrainedConfig) -> AttentionShape:
     return AttentionShape(kv_heads, size, size, sinks, capped)
 
 
+NOT_HANDED_ON = "its model does not hand keywords on to its layers, as packed sequences need"
+"""Why attention does not learn where sequences begin (Falcon-H1 in transformers 5.10)."""
+
+
 def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
     """Raise ValueError for a keyword that would be ignored, such as a bias of the positions.
 

@@ -43,6 +43,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     bias is in float32: it moves by less than bfloat16 can tell.
     """
     precise = model._keep_in_fp32_modules_strict or ()
+    filled = []
     for prefix, module in model.named_modules():
         empty = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in empty:
@@ -53,6 +54,10 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             shape = module._buffers[name].shape
             module._buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
         if empty:
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # transformers then leaves it as it is
+            filled.append(module)
+    if filled:
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True  # transformers then leaves it as it is
+        # The base model may fill what its layers have (Falcon-H1's `mup_vector`).
+        for module in (*filled, model.base_model):
             model._init_weights(module)

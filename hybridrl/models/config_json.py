@@ -16,7 +16,11 @@ from hybridrl.models.weight_scheme import scheme_of
 
 RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 """The layers that `models.recurrent` computes, where it finds a mixer in them."""
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
+PARALLEL_TYPE = "hybrid"
+"""The layers that have a mixer and attend, side by side (Falcon-H1)."""
+LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "attention", PARALLEL_TYPE, *RECURRENT_TYPES}
+)
 """The layers that are computed: the probe says of which families they are right."""
 
 IMAGE_TEXT = {
@@ -67,8 +71,8 @@ def layers_with_keys(config: Any) -> list[bool]:
 
 
 def num_recurrent(config: Any) -> int:
-    """The layers that have a state in place of keys and values."""
-    return sum(kind in RECURRENT_TYPES for kind in layer_kinds(config))
+    """The layers that have a state, in place of keys and values or besides them."""
+    return sum(kind in {*RECURRENT_TYPES, PARALLEL_TYPE} for kind in layer_kinds(config))
 
 
 def unsupported(settings: Mapping[str, Any]) -> str | None:

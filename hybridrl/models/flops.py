@@ -1,17 +1,19 @@
 """The work of training on a sequence, and of an image tower, from a model's config."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
 from hybridrl.models.image_text import TOWER
 from hybridrl.models.parallel import experts_per_token, meta_model, model_parameters, num_experts
-from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
+from hybridrl.models.recurrent import Mixer, mixers_of, state_shapes, use_batches
 from hybridrl.models.stages import modules_before
+from hybridrl.models.states import StateShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class ForwardFlops:
         pair = 2 * config.num_attention_heads * (shape.key_size + shape.value_size)
         windowed = _windowed_layers(config)
         window = getattr(config, "sliding_window", None) or 0
-        full = config.num_hidden_layers - windowed - num_recurrent(config)
+        full = layers_with_keys(config).count(True) - windowed
         per_token = 2 * layers + state_flops(config)
         return cls(per_token, 2 * head, pair * full, pair * windowed, window)
 
@@ -109,19 +111,24 @@ _STATE, _DELTA_STATE = 4, 6
 
 
 def state_flops(config: PretrainedConfig) -> int:
-    """Count the operations of a token on the states of recurrent layers.
+    """Count the operations of a token on the states of recurrent layers."""
+    if not num_recurrent(config):
+        return 0
+    model = meta_model(config)
+    use_batches(model)
+    return mixer_flops(mixers_of(model), state_shapes(model))
+
+
+def mixer_flops(mixers: Sequence[Mixer], shapes: StateShapes) -> int:
+    """Count the operations of a token on the states of `mixers`, which have these `shapes`.
 
     A token adds an outer product to the matrix of a head and multiplies a vector with the result,
     which takes four operations an element. Under a delta rule it first multiplies its key with the
     matrix (Gated DeltaNet, arXiv 2412.06464, equation 10). What kernels compute besides, to take
     several tokens at once, is no work of the model.
     """
-    if not num_recurrent(config):
-        return 0
-    model = meta_model(config)
-    use_batches(model)
     flops = 0
-    for mixer, (_, *states) in zip(mixers_of(model), state_shapes(model), strict=True):
+    for mixer, (_, *states) in zip(mixers, shapes, strict=True):
         has_delta = _DELTA_RULE in type(mixer.module).__name__
         elements = sum(shape.numel() for shape, _ in states)
         flops += (_DELTA_STATE if has_delta else _STATE) * elements

@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 _MULTIPLIED = {
     "logit_scale": {"cohere", "cohere2", "cohere2_moe"},
     "logits_scaling": {"hyperclovax"},
+    "lm_head_multiplier": {"falcon_h1"},
 }
 _DIVIDED = {"logits_scaling": {"granite", "granitemoe", "granitemoehybrid", "granitemoeshared"}}
-_REFUSED = ("lm_head_multiplier",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LogitsTransform:
 def logits_transform(config: PretrainedConfig) -> LogitsTransform:
     """The transform of a model's family; raises ValueError for one that is not computed."""
     scale = 1.0
-    for name in dict.fromkeys([*_MULTIPLIED, *_DIVIDED, *_REFUSED]):
+    for name in dict.fromkeys([*_MULTIPLIED, *_DIVIDED]):
         factor = getattr(config, name, None)
         if factor in (None, 1):
             continue

@@ -7,7 +7,7 @@ from torch import nn
 CACHE_KEYWORDS = ("cache_params", "past_key_values", "cache")  # the last from 5.24 on
 """The keywords by which a mixer takes a cache, of which it has one."""
 
-_PRECISE = ("A_log", "dt_bias", "norm.weight")
+_RATES, _NORMS = ("A_log", "dt_bias"), ("norm", "o_norm")
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -19,6 +19,11 @@ def is_recurrent(module: nn.Module) -> bool:
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     """The mixers of a model, or of a layer, in order."""
     return [module for module in model.modules() if is_recurrent(module)]
+
+
+def norms_of(mixer: nn.Module) -> list[nn.Module]:
+    """The norm of a mixer's output, where it has one."""
+    return [child for name, child in mixer.named_children() if name in _NORMS]
 
 
 def has_keys(layer: nn.Module) -> bool:
@@ -49,5 +54,6 @@ def precise_names(model: nn.Module) -> frozenset[str]:
         for name, module in model.named_modules()
         if is_recurrent(module)
         for own, _ in module.named_parameters()
-        if own in _PRECISE
+        # Rates may be in a module of their own (Kimi Linear).
+        if own.rpartition(".")[2] in _RATES or own.removesuffix(".weight") in _NORMS
     )

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention
-from hybridrl.models.attention_shape import check_keywords
+from hybridrl.models.attention_shape import NOT_HANDED_ON, check_keywords
 from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.context_parallel import (
     OwnTokens,
@@ -241,13 +241,14 @@ def packed_attention(
     this rank's. Dropout is never applied: log-probabilities must be those of the policy that
     generated. `sliding_window` counts the attending token itself. A `softcap` c makes c tanh(s / c)
     of a score s. `s_aux` [heads] are attention sinks: the score, before the softmax, of a key
-    without a value. Raises ValueError for a keyword that is not computed, and for a cap together
-    with sinks.
+    without a value. Raises ValueError for a keyword that is not computed, for a cap together with
+    sinks, and without `packing`.
     """
     check_keywords(module, kwargs)
     if softcap is not None and s_aux is not None:
         raise ValueError(f"{type(module).__name__}: softcap with s_aux is not supported")
-    assert packing is not None, "packed attention needs the keyword `packing`"
+    if packing is None:
+        raise ValueError(NOT_HANDED_ON)
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
 
     def attend(

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from hybridrl.models.attention_shape import check_keywords
+from hybridrl.models.attention_shape import NOT_HANDED_ON, check_keywords
 from hybridrl.models.states import StateBatch, StateCache
 
 NAME = "hybridrl_paged"
@@ -64,9 +64,10 @@ class KVCache:
             self._memory = lender._memory.view(-1)[: prod(shape)].view(shape)
         elif device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
-            number = prod(shape)  # 0 on a stage whose layers are all recurrent
-            memory = torch.from_numpy(np.zeros(max(1, number) * dtype.itemsize, np.uint8))
-            self._memory = memory.view(dtype)[:number].view(shape)
+            # A stage of a hybrid may have no layer with keys: an array without bytes has no format.
+            elements = prod(shape)
+            pages = torch.from_numpy(np.zeros(max(1, elements) * dtype.itemsize, np.uint8))
+            self._memory = pages.view(dtype)[:elements].view(shape)
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks = self._memory[:layers]
@@ -408,7 +409,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    paged: PagedBatch,
+    paged: PagedBatch | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -420,9 +421,11 @@ def paged_attention(
     `query` [1, heads, tokens, head_dim], `key` likewise with kv_heads, and `value` [1, kv_heads,
     tokens, value_dim]; gives [1, tokens, heads, value_dim]. The narrower ones are padded: the cache
     has one width. The mask follows from the positions, `attention_mask` is unused. Raises
-    ValueError for a keyword that is not computed.
+    ValueError for a keyword that is not computed, and without `paged`.
     """
     check_keywords(module, kwargs)
+    if paged is None:
+        raise ValueError(NOT_HANDED_ON)
     layer: int = module.layer_idx  # type: ignore[assignment]
     size, value_size = key.shape[-1], value.shape[-1]
     if size != value_size:

@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -24,12 +25,13 @@ from transformers.cache_utils import Cache
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.config_json import layers_with_keys, num_recurrent
-from hybridrl.models.mixers import CACHE_KEYWORDS, recurrent_modules
+from hybridrl.models.mixers import CACHE_KEYWORDS, norms_of, recurrent_modules
 from hybridrl.models.packed_attention import Packing
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.shrink import shrink
 from hybridrl.models.states import LayerStates, StateBatch, StateShapes, state_bytes
 
+_CACHES = (Cache, NoneType)
 _WASTE = 1.5  # of the tokens of a padded batch, over those of its sequences
 
 
@@ -45,11 +47,13 @@ class Mixer:
         self._forward = type(module).forward
         names = inspect.signature(self._forward).parameters
         self._keyword = next(name for name in CACHE_KEYWORDS if name in names)
+        kinds = get_args(names[self._keyword].annotation)
+        self._own_caches = [kind.__name__ for kind in kinds if not issubclass(kind, _CACHES)]
         self._keywords: Mapping[str, Any] = {}
         rule = getattr(module, "chunk_gated_delta_rule", None)
         if callable(rule) and rule.__module__.startswith("transformers"):  # no GPU's kernel
             module.chunk_gated_delta_rule = partial(_in_short_chunks, rule)  # type: ignore[assignment]
-        if isinstance(norm := getattr(module, "norm", None), nn.Module):
+        for norm in norms_of(module):
             norm.register_forward_hook(_in_format_of_input)
         module.layer_idx = 0  # type: ignore[assignment]  # of a cache of one layer
 
@@ -68,7 +72,12 @@ class Mixer:
         return self._forward(self.module, hidden_states, *args, **kwargs)
 
     def compute(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-        """A batch [sequences, tokens, features] by the family's own code."""
+        """A batch [sequences, tokens, features] by the family's own code.
+
+        Raises ValueError for a cache that a mixer would not understand.
+        """
+        if cache is not None and self._own_caches:
+            raise ValueError(f"its mixers take {self._own_caches[0]}, and not transformers' Cache")
         out = self._forward(self.module, x, **{self._keyword: cache})
         return out[0] if isinstance(out, tuple) else out
 

@@ -269,16 +269,26 @@ class ExpertsShard:
         return functional.grouped_mm(rows, weight, offs=ends)
 
 
-class VocabEmbedding(nn.Module):
-    """An embedding sharded over tp along its (padded) rows."""
+_MULTIPLY_LOOKED_UP = {"falcon_h1"}
+"""Families that multiply what they look up by `embedding_multiplier`.
 
-    def __init__(self, embedding: nn.Embedding, parallel: GenParallel) -> None:
+Granite multiplies what it is given as well, so its embedding does not.
+"""
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding sharded over tp along its (padded) rows, times `multiplier`."""
+
+    def __init__(
+        self, embedding: nn.Embedding, parallel: GenParallel, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
         self.weight = embedding.weight
         self._parallel = parallel
         self._rows = len(self.weight)
         # Gemma scales what it looks up.
         self._scale: float | None = getattr(embedding, "scalar_embed_scale", None)
+        self._multiplier = multiplier
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [tokens] to [tokens, hidden], the same on every tp rank."""
@@ -289,6 +299,8 @@ class VocabEmbedding(nn.Module):
             x = self._parallel.sum(x.masked_fill_(elsewhere[..., None], 0))
         else:
             x = functional.embedding(ids, self.weight)
+        if self._multiplier != 1:
+            x = x * self._multiplier
         # Rounded to the weight's dtype first, as Gemma does.
         return x if self._scale is None else x * torch.tensor(self._scale, dtype=x.dtype)
 
@@ -365,7 +377,8 @@ def local_model(
             parameter = nn.Parameter(tensor, requires_grad=False)
             setattr(model.get_submodule(module), leaf, parameter)
     # What other ranks have, and the collectives that join their parts.
-    model.set_input_embeddings(VocabEmbedding(embedding, parallel))
+    multiplier = config.embedding_multiplier if config.model_type in _MULTIPLY_LOOKED_UP else 1.0
+    model.set_input_embeddings(VocabEmbedding(embedding, parallel, multiplier))
     if tied:
         head.weight = embedding.weight
     if parallel.pp > 1:

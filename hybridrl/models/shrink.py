@@ -27,9 +27,11 @@ _AT_MOST = {
     "sliding_window": WINDOW,
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
-    # Gated DeltaNet and Mamba.
+    # Gated DeltaNet, Kimi Delta Attention and Mamba.
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
     "mamba_dt_rank": 8,
@@ -47,7 +49,7 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
     """
     settings = copy.deepcopy(config.to_dict())
     settings.pop("trains_tower", None)  # the layers of the text alone
-    own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
+    own_names = {name: config.attribute_map.get(name, name) for name in (*_RENAMED, *_AT_MOST)}
     settings |= {name: settings.pop(own) for name, own in own_names.items() if own in settings}
     if "hidden_size" not in settings:  # a composite, whose parts have configs of their own
         raise ValueError("it has widths that cannot be told by name: there is no hidden_size")
@@ -120,6 +122,8 @@ def _shrink_mixers(settings: dict[str, Any], width: int) -> None:
     if settings.get("mamba_n_heads"):
         inner = settings["mamba_expand"] * settings["hidden_size"]
         settings |= {"mamba_d_head": width, "mamba_n_heads": inner // width}
+        if settings.get("mamba_d_ssm"):  # Falcon-H1's own width
+            settings["mamba_d_ssm"] = inner
 
 
 def _shrink_rotation(settings: dict[str, Any], width: int, size: int) -> None:

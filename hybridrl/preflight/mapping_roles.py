@@ -10,12 +10,12 @@ from hybridrl.costs.model_shape import ModelShape, RecurrentShape
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
-from hybridrl.models.config_json import num_recurrent
-from hybridrl.models.flops import state_flops
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
+from hybridrl.models.flops import mixer_flops
 from hybridrl.models.load import TORCH_DTYPES, load_config
-from hybridrl.models.mixers import recurrent_modules
 from hybridrl.models.parallel import meta_model
-from hybridrl.models.recurrent import layer_state_bytes
+from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
+from hybridrl.models.states import state_bytes
 from hybridrl.preflight.placement import scope_of
 from hybridrl.preflight.train_sizes import adapters_of
 
@@ -77,12 +77,15 @@ def recurrent_shape(shape: "PretrainedConfig", config: Config) -> RecurrentShape
     layers = num_recurrent(shape)
     if not layers:
         return None
-    mixers = recurrent_modules(meta_model(shape))
+    model = meta_model(shape, dtype=TORCH_DTYPES[config.rollout.dtype])
+    use_batches(model)
+    mixers, shapes = mixers_of(model), state_shapes(model)
     return RecurrentShape(
         layers=layers,
-        parameters=sum(p.numel() for mixer in mixers for p in mixer.parameters()),
-        state_bytes=sum(layer_state_bytes(shape, TORCH_DTYPES[config.rollout.dtype])),
-        state_flops=state_flops(shape),
+        parameters=sum(p.numel() for mixer in mixers for p in mixer.module.parameters()),
+        state_bytes=state_bytes(shapes),
+        state_flops=mixer_flops(mixers, shapes),
+        attending=layers - layers_with_keys(shape).count(False),
     )
 
 

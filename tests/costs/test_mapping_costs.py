@@ -56,6 +56,15 @@ def test_the_sizes_of_llama_3_8b() -> None:
         ModelShape.of_config({k: v for k, v in config.items() if k != "vocab_size"})
 
 
+def test_layers_that_attend_beside_a_mixer_have_the_weights_of_both() -> None:
+    mixers = 32 * 5 * 4096 * 4096
+    states = RecurrentShape(32, mixers, state_bytes=2**20, state_flops=10**8, attending=32)
+    shape = replace(LLAMA, recurrent=states)
+    assert shape.kv_bytes == LLAMA.kv_bytes
+    assert shape.parameters == LLAMA.parameters + mixers
+    assert sum(math.prod(p.shape) for p in matrices(shape)) == shape.parameters
+
+
 def test_recurrent_layers_by_hand() -> None:
     """Three of four layers keep a state: they have no keys, no pairs, and weights of their own."""
     mixers = 24 * 5 * 4096 * 4096

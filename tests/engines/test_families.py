@@ -6,11 +6,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers
 from script_modules import load_script
+
+from hybridrl.config import ConfigError
+from hybridrl.engines.probe import check_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "model_families.py"
 # One of each: norms over all heads, gate and up in one layer, scaled logits, experts, shared ones.
+NEWER = ("bailing_hybrid", "falcon_h1", "kimi_linear", "olmo_hybrid")  # than the pinned one
 QUICK = ("olmo2", "glm4", "granite", "qwen3_moe", "ernie4_5_moe")
 
 
@@ -28,8 +33,10 @@ def rows() -> dict[str, tuple[str, ...]]:
     return {row[0]: row for row in cells[1:]}
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", [*QUICK, *NEWER])
 def test_a_row(script: ModuleType, family: str) -> None:
+    if not script.has_family(family):
+        pytest.skip(f"transformers {transformers.__version__} does not compute {family}")
     answers = script.one_process(script.config_of(family))
     cells = ["no" if answers[engine] else "yes" for engine in ("train", "native")]
     assert cells == list(rows()[family][1:3]), answers
@@ -40,6 +47,24 @@ def test_the_table_is_whole(script: ModuleType) -> None:
     assert list(rows()) == list(script.FAMILIES)
     assert len(rows()) >= 30
     assert sum(row[-1] not in ("dense", "no") for row in rows().values()) >= 8
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("falcon_h1", "its model does not hand keywords"),
+        ("olmo_hybrid", "its mixers take OlmoHybridDynamicCache"),
+    ],
+)
+def test_a_transformers_that_is_too_old_for_a_family(
+    script: ModuleType, family: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says what is wrong; olmo_hybrid trains, and only the native engine is refused."""
+    if script.has_family(family):
+        pytest.skip(f"transformers {transformers.__version__} computes {family}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^model.path={family}: wanted a model .*{reason}"):
+        check_model(script.config_of(family), "model.path", train=False, native=True)
 
 
 @pytest.mark.models

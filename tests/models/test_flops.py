@@ -15,6 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from hybridrl.models.config_json import layers_with_keys
 from hybridrl.models.flops import ForwardFlops, TowerFlops, forward_flops, state_flops
 from hybridrl.models.image_text import language_config, meta_tower
 from hybridrl.models.mixers import recurrent_modules
@@ -207,3 +208,12 @@ def test_a_tower_equals_torchs_count(family, deep, grid):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(patches, 3 * 2 * 4 * 4), grid_thw=torch.tensor([grid]))
     assert TowerFlops.of(model)(patches) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_layers_that_attend_beside_a_mixer_count_as_both() -> None:
+    """Falcon-H1's layers have pairs of tokens, and states besides."""
+    sizes = {**SIZES, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8}
+    config = AutoConfig.for_model("falcon_h1", **sizes)
+    assert ForwardFlops.of(config).per_pair == forward_flops(Qwen3Config(**SIZES))[1] * 2
+    assert layers_with_keys(config) == [True] * 3
+    assert state_flops(config) == 4 * 3 * 64 * 8

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,6 +25,7 @@ from hybridrl.config import (
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import (
     check_config_json,
     check_has_experts,
@@ -32,7 +34,9 @@ from hybridrl.models.config_json import (
     wrong_experts,
 )
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
+from hybridrl.models.mixers import recurrent_modules
 from hybridrl.models.recomputation import checkpoint_layers
+from hybridrl.models.shrink import shrink
 from hybridrl.models.stored_weights import StoredWeights
 
 SMALL = LlamaConfig(
@@ -66,8 +70,8 @@ def test_logits_that_would_come_out_wrong() -> None:
     scaled = LlamaConfig(logits_scaling=8.0)  # Granite divides by it, HyperCLOVA X multiplies
     with pytest.raises(ValueError, match="llama: logits_scaling is not supported"):
         check_supported(scaled)
-    with pytest.raises(ValueError, match="falcon_h1: lm_head_multiplier is not supported"):
-        check_supported(AutoConfig.for_model("falcon_h1", lm_head_multiplier=0.5))
+    with pytest.raises(ValueError, match="llama: lm_head_multiplier is not supported"):
+        check_supported(LlamaConfig(lm_head_multiplier=0.5))
 
 
 def test_layers_that_no_engine_computes() -> None:
@@ -87,7 +91,7 @@ def test_layers_that_no_engine_computes() -> None:
         ({"model_type": "gemma3", "vision_config": {"depth": 1}}, "images"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later"),
         ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "weights quantized by"),
-        ({"model_type": "x", "layer_types": ["full_attention", "hybrid"]}, "hybrid"),
+        ({"model_type": "x", "layer_types": ["full_attention", "gla"]}, "gla"),
     ],
 )
 def test_what_config_json_alone_rules_out(tmp_path, settings, component):
@@ -258,3 +262,20 @@ def test_a_config_that_transformers_cannot_read_is_refused(tmp_path, settings, m
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="a Hugging Face model"):
         load_config(str(tmp_path))
+
+
+def test_a_base_model_fills_what_its_layers_have() -> None:
+    """Falcon-H1's factors of a mixer's widths; weights that have memory stay as they are."""
+    factors = [0.5, 0.25, 2.0, 3.0, 4.0]
+    model = AutoModelForCausalLM.from_config(
+        shrink(AutoConfig.for_model("falcon_h1", ssm_multipliers=factors))
+    )
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    for mixer in recurrent_modules(model):
+        assert sorted(mixer.mup_vector.unique()) == sorted(factors)
+        mixer.mup_vector = mixer.mup_vector.to("meta")
+    fill_buffers(model, torch.device("cpu"))
+    for mixer in recurrent_modules(model):
+        assert sorted(mixer.mup_vector.unique()) == sorted(factors)
+    for name, weight in model.named_parameters():
+        assert weight.equal(weights[name])

@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hybridrl.config import Attention, ConfigError, LoraConfig
@@ -18,7 +24,7 @@ from hybridrl.engines.train.packed import PackedModel, pack
 from hybridrl.models import recurrent
 from hybridrl.models.adapters import add_adapters, check_lora
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
-from hybridrl.models.mixers import has_keys, recurrent_modules
+from hybridrl.models.mixers import has_keys, precise_names, recurrent_modules
 from hybridrl.models.packed_attention import NAME, make_packing, make_shared_packing
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.recurrent import Mixer, batches, use_batches
@@ -204,3 +210,24 @@ def test_adapters_that_a_mixer_passes_by_are_refused() -> None:
     check_lora(SMALL, LoraConfig(rank=4), "actor.lora")
     with pytest.raises(ConfigError, match=r"^actor.lora.rank=4: wanted 0 \(jamba's mixers"):
         check_lora(AutoConfig.for_model("jamba"), LoraConfig(rank=4), "actor.lora")
+
+
+@pytest.mark.parametrize(
+    ("family", "rates"), [("olmo_hybrid", "linear_attn"), ("kimi_linear", "self_attn.forget_gate")]
+)
+def test_rates_and_norms_stay_precise_wherever_a_family_has_them(family: str, rates: str) -> None:
+    """In a bfloat16 model, whose mixers still hand on bfloat16."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    config = shrink(AutoConfig.for_model(family))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names = precise_names(model)
+    layer = "model.layers.0"
+    norm = f"{layer}.{rates.partition('.')[0]}.o_norm.weight"
+    assert {f"{layer}.{rates}.A_log", f"{layer}.{rates}.dt_bias", norm} <= names
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data = parameter.data.float()
+    mixer = use_batches(model)[0]
+    x = torch.randn(2, 5, config.hidden_size, dtype=torch.bfloat16)
+    assert mixer.compute(x, None).dtype == torch.bfloat16

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.engines.rollout.blocks import BlockAllocator
+from hybridrl.models.paged_attention import KVCache
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 11))))
@@ -39,3 +41,12 @@ def test_misuse_is_caught() -> None:
         allocator.release(np.array([1]))
     with pytest.raises(AssertionError, match="is free"):
         allocator.share(np.array([1]))
+
+
+def test_a_stage_without_keys_keeps_nothing() -> None:
+    """A pipeline's stage may have recurrent layers alone."""
+    cache = KVCache(0, 6, 4, 2, 8, torch.float32, torch.device("cpu"))
+    kept = cache.read_blocks([1, 2], 7)
+    assert kept.shape == (0, 2, 2, 7, 8)
+    cache.write_blocks([3, 4], kept)
+    cache.copy(torch.tensor([1]), torch.tensor([2]))
