@@ -62,7 +62,9 @@ def compare(case: Case, folder: Path, seconds: int, emulated: dict[str, float]) 
     took_s = time.perf_counter() - started
     assert report.shared_s is not None
     for most, step_s in separate.items():
-        planned_ratio, ratio = report.separate_s[most] / report.shared_s, step_s / shared_s
+        planned_s = report.separate_s[most]
+        assert planned_s is not None
+        planned_ratio, ratio = planned_s / report.shared_s, step_s / shared_s
         chosen, wins = planned_ratio <= 1 - GAIN, ratio <= 1 - GAIN
         show({
             "name": f"async_choice_{case.name}_{most}",
@@ -70,7 +72,7 @@ def compare(case: Case, folder: Path, seconds: int, emulated: dict[str, float]) 
             "unit": "planned step over the best on shared ranks",
             "better": "lower",
             "emulated": False,
-            "planned_s": round(report.separate_s[most], 2),
+            "planned_s": round(planned_s, 2),
             "planned_shared_s": round(report.shared_s, 2),
             "emulated_ratio": round(ratio, 3),
             "chosen": chosen,
