@@ -39,7 +39,6 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import (
-    ENVIRONMENT_FAILURE,
     NO_VERSION,
     OUT_OF_TOKENS,
     Sample,
@@ -61,8 +60,7 @@ class VirtualExecutor:
     place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
     `max_new_tokens`, and `length_of` may change with `version`. `widths` are the numbers of
     instances that may be one. `turns_of` gives the response's lengths after each turn and each
-    reply in turn (odd entries end replies); the last is `length_of`. `wait_of` gives the time until
-    a reply, by id and turn.
+    reply in turn (odd entries end replies); the last is `length_of`.
     """
 
     separate = False
@@ -84,16 +82,13 @@ class VirtualExecutor:
         cuts: bool = False,
         widths: Sequence[int] = (),
         turns_of: Callable[[SampleId], Sequence[int]] | None = None,
-        wait_of: Callable[[SampleId, int], float] | None = None,
     ) -> None:
         self.turns_of = turns_of
         self.more_tensors: Sequence[str] = ()  # that the engine makes, of `outputs_of`
-        self.wait_of = wait_of or (lambda id, turn: self._random.expovariate(1.0))
         self._rests: dict[SampleId, int] = {}
         self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
         self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
         self._num_stops: dict[SampleId, int] = {}
-        self.failures: dict[SampleId, str] = {}  # kinds, of episodes whose end is one
         self.num_answered = Counter[SampleId]()
         self.calls: list[tuple[int, tuple[Command, ...], int]] = []
         self.clock = VirtualClock()
@@ -314,13 +309,10 @@ class VirtualExecutor:
     def _reply(self, turn: TurnEnded) -> None:
         """The environment knows of a turn, and replies in its time."""
         stops = self._stops[turn.id]
-        scalars = {"num_turns": turn.text}
-        if turn.id in self.failures:
-            scalars[ENVIRONMENT_FAILURE] = self.failures[turn.id]
-        reply = EpisodeReply(turn.id, None, "stop", (1.0,), scalars)
+        reply = EpisodeReply(turn.id, None, "stop", (1.0,), {"num_turns": turn.text})
         if len(stops) > 1:
             reply = EpisodeReply(turn.id, (0,) * (stops[1] - stops[0]))
-        seconds = self.wait_of(turn.id, int(turn.text.split()[1]))
+        seconds = self._random.expovariate(1.0)
         self._num_calls += 1
         event = self.clock.now() + seconds, self._num_calls, Replied((reply,), (seconds,))
         heapq.heappush(self._pending, event)

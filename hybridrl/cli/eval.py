@@ -25,7 +25,7 @@ def evaluate(args: list[str]) -> None:
     options, rest = parser.parse_known_args(args)
     compose.register()
     run_dir = options.run
-    stored = overrides_of(run_dir, rest)
+    stored = overrides_of(run_dir, rest, repeats=False)
     checkpoints = checkpoints_of(run_dir, options.checkpoints)
     own_dir = run_dir / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
     settings = [

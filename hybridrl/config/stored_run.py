@@ -27,12 +27,13 @@ GROUPS = {
 """Groups of settings of which another is chosen by name."""
 
 
-def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
+def overrides_of(run_dir: Path, following: Sequence[str] = (), repeats: bool = True) -> list[str]:
     """Overrides that compose the settings of the run in `run_dir`; any that follow them prevail.
 
     So does a group that one of those in `following` chooses: `recipe=ppo` brings other settings,
     and the run's own are left out. Raises ConfigError where there are none, and for an experiment,
-    whose settings those of the run would undo.
+    whose settings those of the run would undo. What `repeats` the run needs its training as it
+    was: also raises for a key that is gone, unless it had the value that every run has now.
     """
     keys = dict(override.lstrip("+~").partition("=")[::2] for override in following)
     if "experiment" in keys:
@@ -43,6 +44,8 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
         raise ConfigError("run", run_dir, "a run directory (one that holds .hydra/config.yaml)")
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
+    if repeats:
+        _check_removed(settings)
     _rename(settings)
     for key in ("requeue", "restarts"):  # what repeats a run, or evaluates it, starts once
         settings.cluster.pop(key, None)
@@ -99,11 +102,15 @@ def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:
     return config
 
 
-def _rename(settings: DictConfig) -> None:
-    """Give keys that have another name now this one, and leave out those that are gone.
+def _check_removed(settings: DictConfig) -> None:
+    """Raise ConfigError where a key that is gone had another value than every run has now."""
+    for key, now in REMOVED_KEYS.items():
+        if (value := OmegaConf.select(settings, key, default=now)) != now:
+            raise ConfigError(key, value, f"{now}, as every run has it now")
 
-    Raises ConfigError where one of these had another value than every run has now.
-    """
+
+def _rename(settings: DictConfig) -> None:
+    """Give keys that have another name now this one, and leave out those that are gone."""
     cluster = settings.cluster  # which once had the keys of every kind, without effect
     known = {field.name for field in fields(compose.KINDS["cluster"][cluster.kind])}
     with open_dict(cluster):
@@ -113,9 +120,6 @@ def _rename(settings: DictConfig) -> None:
         parent, _, name = key.rpartition(".")
         group = OmegaConf.select(settings, parent)
         if isinstance(group, DictConfig) and name in group:
-            value = REMOVED_KEYS.get(key, group[name])
-            if group[name] != value:
-                raise ConfigError(key, group[name], f"{value}, as every run has it now")
             with open_dict(group):
                 del group[name]
     own_recipe = not str(settings.recipe.target).startswith("hybridrl.recipes.")

@@ -225,6 +225,9 @@ def _check_same(point: Point, now: Mapping[str, Any]) -> None:
                 allowed = f"{before[key]}: samples of {point.folder} go on with older weights"
                 raise ConfigError(key, now[key], f"{allowed}, which were pushed in this layout")
     for key in changed_settings(before, now):
+        if key in REMOVED_KEYS:
+            allowed = f"{REMOVED_KEYS[key]}, as every run has it now"
+            raise ConfigError(key, before[key], f"{allowed}: {point.folder} was made with another")
         allowed = f"{before[key]}, with which {point.folder} was made"
         named = "schedule" if key == "schedule.kind" else key  # as on the command line
         raise ConfigError(named, now[key], allowed)
@@ -238,7 +241,8 @@ def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that differ, of those that a resumed run must not change."""
     same_batches = _has_serial_batches(before) and _has_serial_batches(now)
-    may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
+    # What is gone said when samples are made, or which are made together.
+    may_change = (*MAY_CHANGE, "schedule.kind", *REMOVED_KEYS) if same_batches else MAY_CHANGE
     return [
         key
         for key in now.keys() & before.keys()

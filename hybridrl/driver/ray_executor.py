@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -590,6 +591,6 @@ def _described(event: Event) -> str:
     shown = [
         f"{name}={len(value) if isinstance(value, tuple) else value}"
         for name, value in values
-        if isinstance(value, int | str | tuple)
+        if isinstance(value, int | float | str | Enum | tuple)
     ]
     return " ".join([type(event).__name__, *shown])

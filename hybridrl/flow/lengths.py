@@ -94,7 +94,8 @@ class LengthRanker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`; an older one may have a regression, with these means in it."""
+        state = state.get("running", state)
         self._items = {name: _Mean(count, mean) for name, count, mean in state["items"]}
         self._tasks = {name: _Mean(count, mean) for name, count, mean in state["tasks"]}
         self._all = _Mean(*state["all"])

@@ -78,8 +78,8 @@ class OpenTurns:
     One that is made anew is not open: its conversation begins again.
 
     With a window (`open_window`) a sample rests after so many turns. It is not answered until the
-    next window, unless its episode has ended, and may. So what is made until all `rest` or have
-    finished follows from turns, not from the times of replies.
+    next window, unless its episode has ended. So what is made until all `rest` or have finished
+    follows from turns, not from the times of replies.
 
     Example: a's turn ends, it is open and waits. `Replied` comes, and it waits no more. The next
     call of its instance takes the reply, and it is not open.

@@ -303,15 +303,6 @@ class Loop:
             self._copying &= {i.number for i in self.instances if i.held}
             self._go_on(touched)
 
-    def recall(self) -> None:
-        """Take back the samples that have not reached their instances."""
-        for instance in self.instances.alive:
-            unsent = [id for id in instance.held if self.ledger.status(id) not in ON_INSTANCE]
-            self._queue += unsent
-            for id in unsent:
-                instance.lose(id)
-            instance.inbox.clear()
-
     def park(self, with_kv: bool) -> list[GenerationTask]:
         """Stop samples that are queued or decode; gives them as a later round continues them.
 
@@ -319,9 +310,12 @@ class Loop:
         """
         assert not self.instances.in_flight, "parked in the middle of a round"
         self._parks_kv = with_kv
-        self.recall()
         self._queue.clear()
         for instance in self.instances.alive:
+            for id in [*instance.held]:
+                if self.ledger.status(id) not in ON_INSTANCE:  # it has not reached it
+                    instance.lose(id)
+            instance.inbox.clear()
             if instance.held:
                 instance.become(_LEAVING)
         self._start_calls()

@@ -55,6 +55,16 @@ def test_an_older_run_has_the_keys_of_every_kind_of_cluster(run: Path) -> None:
     assert (cluster.kind.value, cluster.ranks) == ("local", 3)
 
 
+def test_what_is_gone_counts_where_training_is_repeated(run: Path) -> None:
+    file = run / ".hydra" / "config.yaml"
+    settings = OmegaConf.load(file)
+    settings.environment.partial = "timed"
+    OmegaConf.save(settings, file)
+    with pytest.raises(ConfigError, match=r"^environment\.partial=timed: wanted counted, as every"):
+        overrides_of(run)
+    assert composed_run(overrides_of(run, repeats=False), writes=False).rollout.max_new_tokens == 7
+
+
 def test_a_job_s_restarts_are_left_out(tmp_path: Path) -> None:
     job = ["cluster=slurm", "cluster.ranks=1", "cluster.requeue=2", "cluster.restarts=2"]
     composed_run([f"run.dir='{tmp_path}'", *job])

@@ -311,9 +311,36 @@ def test_a_key_that_is_gone_must_have_had_what_every_run_has(
     gone["schedule.draw_anew"] = True
     file.write_text(json.dumps(state | {"settings": state["settings"] | gone}))
     line = refused(config("schedule=packed"))
-    assert line == f"schedule.draw_anew=False: wanted True, with which {path} was made"
+    wanted = f"wanted False, as every run has it now: {path} was made with another"
+    assert line == f"schedule.draw_anew=True: {wanted}"
     with pytest.raises(ConfigError, match=r"draw_anew=true: wanted no such key: it is gone"):
         config("schedule=packed", "schedule.draw_anew=true")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "now", "kinds"),
+    [
+        ("environment.partial", "timed", "counted", {"partial": False}),
+        ("schedule.length_ranker", "learned", "running", {"packed": False, "fused": True}),
+    ],
+)
+def test_what_is_gone_binds_a_run_whose_batches_follow_it(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path, key: str,
+    value: str, now: str, kinds: dict[str, bool],
+) -> None:  # fmt: skip
+    for kind, resumes in kinds.items():
+        path = publish(tmp_path / "run" / "final", 6, f"schedule={kind}")
+        file = path / "resume" / "state.json"
+        state = json.loads(file.read_text())
+        del state["sum"]  # as written before there was one
+        state["settings"][key] = value
+        file.write_text(json.dumps(state))
+        if resumes:
+            for later in (kind, "serial"):
+                assert find_origin(config(f"schedule={later}")).point is not None
+        else:
+            wanted = f"wanted {now}, as every run has it now: {path} was made with another"
+            assert refused(config(f"schedule={kind}")) == f"{key}={value}: {wanted}"
 
 
 @pytest.mark.parametrize("setting", [

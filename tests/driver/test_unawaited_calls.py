@@ -164,13 +164,15 @@ def executor(worker: Worker, steps: Steps) -> Iterator[RayExecutor]:
 
 
 def test_a_pool_that_is_busy_lets_samples_be_released(
-    executor: RayExecutor, worker: Worker
+    executor: RayExecutor, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("DEBUG", "hybridrl.driver.ray_executor")
     executor.release([SampleId(0)])
     executor.sync_weights()
     assert executor.wait() == [WeightsReady(3)]
     executor.prepare([0], Phase.TRAIN)
     assert executor.wait() == [Prepared((0,), Phase.TRAIN)]
+    assert caplog.messages[-1] == "ended: Prepared places=1 phase=Phase.TRAIN"
     assert worker.done == [("release", 0), ("generate", 0), ("train", 0)]
     worker.held.set()
     with pytest.raises(RuntimeError, match="nothing is in flight"):

@@ -84,6 +84,10 @@ def test_predictions_are_positive_and_the_same_after_a_resume(
     assert len(predicted) == len(asked)
     assert all(0 < x <= 2e6 for x in predicted)
     assert predicted == resumed.predict(asked)
+    of_earlier = {"running": ranker.state_dict(), "seen": [], "num_new": 0, "weights": None}
+    resumed = LengthRanker()
+    resumed.load_state_dict(of_earlier)  # with a regression, which such means had a part in
+    assert predicted == resumed.predict(asked)
 
 
 def test_a_forecast_keeps_the_tail_and_forgets_old_steps() -> None:

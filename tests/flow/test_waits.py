@@ -100,15 +100,19 @@ def test_conversations_end_once_the_last_has_made_its_turns() -> None:
 
 def test_a_sample_that_begins_anew_stays_in_its_window() -> None:
     turns, a, b = OpenTurns(), SampleId(0), SampleId(1)
-    turns.open_window({a: 1})
+    turns.open_window({a: 2})
+    turns.ended([TurnEnded(a, (), "", "stop", 5)], 0.0)
+    turns.replied(Replied((EpisodeReply(a, (1,)),), (1.0,)))
+    assert [answer.ids for answer in turns.answer([a])] == [(a,)]
     turns.ended([TurnEnded(a, (), "", "stop", 10), TurnEnded(b, (), "", "stop", 4)], 1.0)
     turns.replied(Replied((EpisodeReply(a, (1,)), EpisodeReply(b, (1,))), (2.0, 2.0)))
     assert (turns.rests(a), turns.rests(b)) == (True, False)
     assert [answer.ids for answer in turns.answer([a, b])] == [(b,)]
     turns.forget([a, b])
     assert (turns.is_open(a), turns.waited(a)) == (False, 0.0)
-    turns.close_window()
     turns.ended([TurnEnded(a, (), "", "stop", 3)], 3.0)
     turns.replied(Replied((EpisodeReply(a, (1,)),), (1.0,)))
+    assert turns.rests(a)  # with those that it made before
+    turns.close_window()
     assert not turns.rests(a)
     assert turns.can_go([a])
