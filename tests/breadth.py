@@ -9,8 +9,8 @@ import pytest
 def breadth(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """The tests among `items` that `--narrow` leaves out.
 
-    They are those marked `wide`, and of a test marked `layouts` or `long` all cases but the first
-    and the last. Where each case shows something of its own, the mark `each` keeps them all.
+    They are those marked `wide`, and of more than three cases of a test marked `layouts` or `long`
+    all but the first and the last. Where each shows something of its own, the mark `each` keeps all.
     """
     left_out, cases = set(), defaultdict(list)
     for item in items:
@@ -19,4 +19,4 @@ def breadth(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             left_out.add(item)
         elif marks & {"layouts", "long"} and "each" not in marks:
             cases[item.nodeid.split("[")[0]].append(item)
-    return left_out.union(*(of_a_test[1:-1] for of_a_test in cases.values()))
+    return left_out.union(*(of_a_test[1:-1] for of_a_test in cases.values() if len(of_a_test) > 3))

@@ -25,6 +25,7 @@ def cases(name: str, *marks: str) -> list[Any]:
 def test_a_long_test_keeps_its_first_case_and_its_last() -> None:
     long = cases("test_a", "layouts")
     assert breadth([*long, Item("test_b", "long")]) == {*long[1:-1]}
+    assert not breadth(long[:3])
 
 
 def test_a_short_one_and_one_of_different_cases_keep_all() -> None:
