@@ -10,7 +10,7 @@ def breadth(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """The tests among `items` that `--narrow` leaves out.
 
     They are those marked `wide`, and of more than three cases of a test marked `layouts` or `long`
-    all but the first and the last. Where each shows something of its own, the mark `each` keeps all.
+    all but the first and the last. Where each shows its own thing, the mark `each` keeps them all.
     """
     left_out, cases = set(), defaultdict(list)
     for item in items:
