@@ -59,7 +59,7 @@ def test_the_table_is_whole(script: ModuleType) -> None:
 def test_a_transformers_that_is_too_old_for_a_family(
     script: ModuleType, family: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line says what is wrong: a train engine counts operations on states that it cannot see."""
+    """One line says what is wrong; a train engine, too, looks at the states of mixers."""
     if script.has_family(family):
         pytest.skip(f"transformers {transformers.__version__} computes {family}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
