@@ -142,7 +142,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 FROM = dict.fromkeys(("bailing_hybrid", "falcon_h1", "kimi_linear", "olmo_hybrid"), (5, 20))
-"""The oldest transformers that families were right with, for those that need a newer one.
+"""The oldest transformers that were tried and right, for families that need a newer one.
 
 5.20.2 was tried in one process alone; the rows are computed with 5.24.
 """

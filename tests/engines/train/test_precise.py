@@ -32,7 +32,7 @@ FAMILIES = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "jamba": {},
 }
-if "bailing_hybrid" in CONFIG_MAPPING:  # from transformers 5.20 on
+if "bailing_hybrid" in CONFIG_MAPPING:  # of a newer transformers
     FAMILIES["bailing_hybrid"] = {}
 PROMPT, NEW = [*range(3, 20)], 12
 
