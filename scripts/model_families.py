@@ -142,7 +142,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 FROM = dict.fromkeys(("bailing_hybrid", "falcon_h1", "kimi_linear", "olmo_hybrid"), (5, 20))
-"""The oldest transformers that families were right with, for those that need a newer one."""
+"""The oldest transformers that were tried and right, for families that need a newer one.
+
+5.20.2 was tried in one process alone; the rows are computed with 5.24.
+"""
 
 
 def has_family(family: str) -> bool:
@@ -313,7 +316,7 @@ def two_processes(config: PretrainedConfig) -> dict[str, str | None]:
 def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
     """A row of the table, and the reasons of what is not computed.
 
-    That of a family which needs a newer transformers is the one of docs/models.md.
+    Where the family needs a newer transformers, the row is read from docs/models.md.
     """
     if not has_family(family):
         return documented().get(family, (family, *["not tried"] * (len(COLUMNS) - 1))), []

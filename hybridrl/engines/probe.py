@@ -41,7 +41,7 @@ from hybridrl.models import packed_attention
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.mixers import recurrent_modules
 from hybridrl.models.parallel import FAMILIES, meta_model, num_experts
-from hybridrl.models.recurrent import use_batches
+from hybridrl.models.recurrent import state_shapes, use_batches
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink
@@ -201,6 +201,7 @@ def _compare_training(model: PreTrainedModel) -> str | None:
     wanted = [eager_log_probs(model, row) for row in ids]
     wanted_gradients = _gradients(model, wanted, weights)
     packed = _copy(model, packed_attention.NAME)
+    state_shapes(packed)  # a train engine counts the operations on states by them
     got = _packed_log_probs(packed, ids)
     gradients = _gradients(packed, got, weights)
     pairs = zip(got, wanted, strict=True)

@@ -17,11 +17,13 @@ from hybridrl.models.weight_scheme import scheme_of
 RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 """The layers that `models.recurrent` computes, where it finds a mixer in them."""
 PARALLEL_TYPE = "hybrid"
-"""The layers that have a mixer and attend, side by side (Falcon-H1)."""
-LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "attention", PARALLEL_TYPE, *RECURRENT_TYPES}
-)
-"""The layers that are computed: the probe says of which families they are right."""
+"""The layers that have a mixer and attend, side by side, in `PARALLEL_FAMILIES`.
+
+Other families have the same word for other layers: Zamba's share one attention, ZAYA's convolve it.
+"""
+PARALLEL_FAMILIES = frozenset({"falcon_h1"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
+"""The layers that are computed in all families: the probe says of which they are right."""
 
 IMAGE_TEXT = {
     "gemma3": "gemma3_text",
@@ -58,10 +60,13 @@ def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **whole, "model_type": IMAGE_TEXT[model_type]}
 
 
+_LAYER_KINDS = ("layer_types", "layers_block_type")
+"""The keys under which configs name the kinds of their layers."""
+
+
 def layer_kinds(config: Any) -> list[str]:
     """The kinds of a model's layers, as its Hugging Face config names them; none if it does not."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return list(kinds or ())
+    return next((list(kinds) for key in _LAYER_KINDS if (kinds := getattr(config, key, None))), [])
 
 
 def layers_with_keys(config: Any) -> list[bool]:
@@ -81,8 +86,9 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
         return "an encoder"
     if settings.get("use_bidirectional_attention") in (True, "all"):  # EmbeddingGemma
         return "attention to later tokens"
-    others = set(settings.get("layer_types") or ()) - LAYER_TYPES
-    if others:
+    kinds = {kind for key in _LAYER_KINDS for kind in settings.get(key) or ()}
+    own = {PARALLEL_TYPE} if settings.get("model_type") in PARALLEL_FAMILIES else set()
+    if others := kinds - LAYER_TYPES - own:
         return ", ".join(sorted(others))
     for key, component in _UNSUPPORTED_KEYS.items():
         if settings.get(key):

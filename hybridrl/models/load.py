@@ -18,7 +18,7 @@ from transformers import (
 
 from hybridrl.config import ConfigError, DType, Vision
 from hybridrl.models.buffers import fill_buffers
-from hybridrl.models.config_json import is_read, unsupported, wrong_experts
+from hybridrl.models.config_json import is_read, layer_kinds, unsupported, wrong_experts
 from hybridrl.models.image_text import attach_tower, language_config
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.recurrent import use_batches
@@ -197,10 +197,7 @@ def check_supported(config: PretrainedConfig) -> None:
     see `hybridrl.engines.probe`. Dropout is not refused: it is turned off.
     """
     logits_transform(config)
-    component = unsupported(config.to_dict()) or unsupported(
-        {"layer_types": getattr(config, "layer_types", None)}
-    )
-    if component:
+    if component := unsupported({**config.to_dict(), "layer_types": layer_kinds(config)}):
         raise ValueError(
             f"model type {config.model_type}: {component} is not supported; supported are decoders"
             " of full or sliding-window attention and of recurrent layers"

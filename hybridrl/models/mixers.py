@@ -47,13 +47,16 @@ def precise_names(model: nn.Module) -> frozenset[str]:
     """The parameters of mixers that stay in float32 whatever format a model computes in.
 
     Rates of decay are exponentials of exponentials, which a rounding moves by whole tokens. vLLM
-    keeps them so, too.
+    keeps them so, too. A convolution is among them where transformers has it in float32 (Bailing).
     """
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return frozenset(
         f"{name}.{own}"
         for name, module in model.named_modules()
         if is_recurrent(module)
         for own, _ in module.named_parameters()
         # Rates may be in a module of their own (Kimi Linear).
-        if own.rpartition(".")[2] in _RATES or own.removesuffix(".weight") in _NORMS
+        if own.rpartition(".")[2] in _RATES
+        or own.removesuffix(".weight") in _NORMS
+        or own.partition(".")[0] in strict
     )

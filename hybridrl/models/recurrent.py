@@ -188,11 +188,13 @@ def _hand_over(mixers: Sequence[Mixer], _: nn.Module, args: Any, kwargs: dict[st
 def state_shapes(model: PreTrainedModel) -> StateShapes:
     """The shapes and formats of a sequence's states, by mixer of a rank's model.
 
-    A call with two tokens shows them. Recurrent states are kept in float32.
+    A call with two tokens shows them, in the format of the mixer's projections: the weight of its
+    convolution may be in float32 where all others are in bfloat16 (Bailing). Recurrent states are
+    kept in float32.
     """
     shapes = []
     for mixer in mixers_of(model):
-        weight = next(x.weight for x in mixer.module.children() if isinstance(x, nn.Conv1d))
+        weight = next(x.weight for x in mixer.module.children() if isinstance(x, nn.Linear))
         cache, width = LayerStates(None), model.config.hidden_size
         mixer.compute(torch.zeros(1, 2, width, dtype=weight.dtype, device=weight.device), cache)
         first, *others = cache.tensors()

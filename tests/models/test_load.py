@@ -77,6 +77,10 @@ def test_logits_that_would_come_out_wrong() -> None:
 def test_layers_that_no_engine_computes() -> None:
     with pytest.raises(ValueError, match="chunked_attention is not supported"):
         check_supported(LlamaConfig(layer_types=["chunked_attention"] * 32))
+    for family in ("zamba", "zamba2"):  # their attention is shared by layers
+        with pytest.raises(ValueError, match=f"{family}: hybrid is not supported"):
+            check_supported(AutoConfig.for_model(family))
+    check_supported(AutoConfig.for_model("falcon_h1"))
     with pytest.raises(ValueError, match="an encoder is not supported"):
         check_supported(T5Config())
 
@@ -92,6 +96,7 @@ def test_layers_that_no_engine_computes() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later"),
         ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "weights quantized by"),
         ({"model_type": "x", "layer_types": ["full_attention", "gla"]}, "gla"),
+        ({"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"]}, "hybrid"),
     ],
 )
 def test_what_config_json_alone_rules_out(tmp_path, settings, component):
@@ -270,6 +275,9 @@ def test_a_base_model_fills_what_its_layers_have() -> None:
     model = AutoModelForCausalLM.from_config(
         shrink(AutoConfig.for_model("falcon_h1", ssm_multipliers=factors))
     )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.rand_like(weight))  # other values than initial ones, ones and zeros
     weights = {name: weight.clone() for name, weight in model.named_parameters()}
     for mixer in recurrent_modules(model):
         assert sorted(mixer.mup_vector.unique()) == sorted(factors)

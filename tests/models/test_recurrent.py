@@ -213,18 +213,24 @@ def test_adapters_that_a_mixer_passes_by_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "rates"), [("olmo_hybrid", "linear_attn"), ("kimi_linear", "self_attn.forget_gate")]
+    ("family", "rates"),
+    [
+        ("olmo_hybrid", "linear_attn"),
+        ("kimi_linear", "self_attn.forget_gate"),
+        ("bailing_hybrid", "self_attn.forget_gate"),
+    ],
 )
 def test_rates_and_norms_stay_precise_wherever_a_family_has_them(family: str, rates: str) -> None:
-    """In a bfloat16 model, whose mixers still hand on bfloat16."""
+    """In a bfloat16 model, whose mixers still hand on bfloat16; so does Bailing's convolution."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     config = shrink(AutoConfig.for_model(family))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     names = precise_names(model)
     layer = "model.layers.0"
-    norm = f"{layer}.{rates.partition('.')[0]}.o_norm.weight"
-    assert {f"{layer}.{rates}.A_log", f"{layer}.{rates}.dt_bias", norm} <= names
+    own = f"{layer}.{rates.partition('.')[0]}"
+    assert {f"{layer}.{rates}.A_log", f"{layer}.{rates}.dt_bias", f"{own}.o_norm.weight"} <= names
+    assert (f"{own}.conv1d.weight" in names) == (family == "bailing_hybrid")
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.data = parameter.data.float()

@@ -195,8 +195,6 @@ def test_only_layers_with_keys_are_in_the_cache(models: Models) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_memory_plan_has_the_bytes_that_a_cache_takes(family: str, dtype: torch.dtype) -> None:
     """The plan counts keys and values, and states; a pipeline's stages have them all together."""
-    if family == "bailing_hybrid" and dtype is torch.bfloat16:
-        pytest.xfail("the plan has its convolution's states in float32, as transformers its weight")
     config = config_of(family)
     engine = NativeEngine(
         config, dtype=dtype, device=torch.device("cpu"), max_running=3, block_size=4,
