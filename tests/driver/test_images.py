@@ -90,6 +90,8 @@ def test_deep_features_belong_to_a_first_stage(
             check_images(config, graph, shape, items, items)
         shape.num_hidden_layers = 5
         check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 2  # a whole model may be this small
+        check_images(make_config(*small, "cluster.ranks=2"), graph, shape, items, items)
         shape.num_hidden_layers = 4
 
 
@@ -163,4 +165,6 @@ def test_a_tower_that_trains_learns_to_count(train_here: Train, tmp_path: Path) 
     trained = ["experiment=shapes_tiny", "model.vision=train", *rates, "cluster.ranks=1"]
     run = train_here(tmp_path, *trained, "trainer.steps=20", "trainer.save_every=20")
     lines = read_lines(run.dir / "metrics.jsonl")
-    assert [line["eval_accuracy"] for line in lines if "eval_accuracy" in line][-1] > 0.8
+    accuracy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+    assert accuracy[-1] > 0.95
+    assert accuracy[-1] >= accuracy[0]
