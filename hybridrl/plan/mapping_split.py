@@ -154,7 +154,10 @@ class SplitSearch:
         return {"decoding": decode_s, "training": training, name: alone_s / steps}
 
     def _order(self, mapping: DeviceMapping) -> tuple[float, bool, float]:
-        """By bound, those with layouts of training first, then by the sum of terms."""
+        """Return a key that sorts splits by their bound, then by the sum of their terms.
+
+        Where bounds are equal, those with layouts of training come before the others.
+        """
         terms = self.terms(mapping).values()
         return max(terms), not mapping.train, sum(terms)
 
