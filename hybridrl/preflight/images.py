@@ -70,7 +70,7 @@ def _check_first_stages(config: Config, shape: "PretrainedConfig", why: str) -> 
         "trainer.layout.pp": (train.pp, of_chunk, "chunk"),
         "rollout.layout.pp": (gen.pp, of_stage, "stage"),
     }
-    for key, (pp, first, part) in firsts.items():
+    for key, (pp, first, unit) in firsts.items():
         if pp > 1 and first < deep:
-            layout = f"a layout whose first {part} has {deep} layers or more, and not {first}"
+            layout = f"a layout whose first {unit} has {deep} layers or more, and not {first}"
             raise ConfigError(key, pp, f"{layout}: DeepStack adds features there, since {why}")

@@ -82,10 +82,10 @@ def test_deep_features_belong_to_a_first_stage(
     items = [SimpleNamespace(images=(b"",), source="s", place="row 1")]
     tower = SimpleNamespace(deepstack_visual_indexes=[0, 1, 2])
     shape: Any = SimpleNamespace(num_hidden_layers=4, tower_config=tower)
-    for key, part in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
+    for key, unit in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
         config = make_config(*small, f"{key}=2", "cluster.ranks=2")
         graph = build_recipe(config.recipe)
-        wanted = rf"^{key}=2: wanted a layout whose first {part} has 3 layers or more, and not 2: "
+        wanted = rf"^{key}=2: wanted a layout whose first {unit} has 3 layers or more, and not 2: "
         with pytest.raises(ConfigError, match=wanted):
             check_images(config, graph, shape, items, items)
         shape.num_hidden_layers = 5
