@@ -41,7 +41,8 @@ used again by each of its samples and stages."""
 class ImageReader:
     """Places the images of prompts for the model at `path`, on a stage that embeds no tokens.
 
-    Others read them: what they make of images seen lately is kept, by the digest of their bytes.
+    Subclasses read them, and keep what they make of images seen lately, by the digest of their
+    bytes.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,6 +1,6 @@
 """`hybridrl plan auto`: the mapping of a recipe's roles to a cluster, as overrides of `train`."""
 
-import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,7 +21,6 @@ from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.layers import LayerCosts
-from hybridrl.costs.links import LinkTable
 from hybridrl.costs.mapping import (
     ACTOR,
     AT_ONCE,
@@ -29,7 +28,6 @@ from hybridrl.costs.mapping import (
     GenLayout,
     PlannedRole,
     TrainLayout,
-    cluster_of,
 )
 from hybridrl.costs.mapping_overrides import (
     keys_set,
@@ -42,7 +40,6 @@ from hybridrl.costs.mapping_overrides import (
 )
 from hybridrl.costs.memory import GIB, MemoryPlan
 from hybridrl.costs.model import UNSCALED, CostModel
-from hybridrl.costs.scales import CostScales
 from hybridrl.flow import Graph
 from hybridrl.flow.judgements import with_parts
 from hybridrl.flow.workload import LENGTHS, Shape, Workload, read_workload
@@ -53,11 +50,11 @@ from hybridrl.plan.mapping_checks import (
     check_planned_recipe,
     cut_lengths,
 )
+from hybridrl.plan.mapping_options import FLAGS, read_cluster, read_options, read_scales
 from hybridrl.plan.mapping_price import MappingPrices
-from hybridrl.plan.mapping_report import MappingReport, describe
+from hybridrl.plan.mapping_report import MappingReport, describe, unfinished
 from hybridrl.plan.mapping_search import MappingResults, MappingSearch, PricedMapping
 from hybridrl.plan.mapping_split import ROLLOUT, PricedSplit, SplitSearch
-from hybridrl.plan.options import option_name, read_number
 from hybridrl.plan.search_space import SearchSpace, micro_batch_choices
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import decide_activations
@@ -82,7 +79,6 @@ from hybridrl.preflight.schedule_choice import decide_schedule, early_settings
 from hybridrl.schedule.build import check_graph
 from hybridrl.schedule.readiness import early_updates
 from hybridrl.telemetry.log import command_log
-from hybridrl.telemetry.rundata import COSTS
 
 if TYPE_CHECKING:
     from hybridrl.preflight.mapping_memory import MappingMemory
@@ -106,30 +102,12 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
   --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
   separate ranks     --max-staleness=S[,S...] (0): steps that generation may be ahead of training,
                      where ranks that generate alone are compared; the quickest S is taken
-  the search         --number=N of results (10), --seconds=N at most (60); splits get
-                     what placements have left, or a quarter
+  the search         --number=N of results (10), --seconds=N (60) of searching; splits get what
+                     placements have left, or a quarter
   --out=FILE         writes the overrides of the best mapping, one a line
 
   hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
     --lengths=lmsys"""
-
-_NUMBERS = {
-    "nodes": 1.0,
-    "gpus_per_node": 1.0,
-    "prompt_tokens": 1.0,
-    "max_staleness": 0.0,
-    "number": 1.0,
-    "seconds": 1.0,
-    "gpu_gib": 1.0,
-    "node_gbs": 0.001,
-    "network_gbs": 0.001,
-    "host_gbs": 0.001,
-}
-"""Options that are numbers, and the least of each."""
-_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "max_staleness", "number")
-_LISTS = ("max_staleness",)
-_TEXTS = ("lengths", "costs", "gpu", "out", "links")
-_FLAGS = ("--price",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +135,11 @@ def run(
         raise ConfigError("--out", options["out"], "a file in a directory that is there")
     compose.register()
     prices_one = "--price" in rest
-    rest = [arg for arg in rest if arg not in _FLAGS]
+    rest = [arg for arg in rest if arg not in FLAGS]
     if not prices_one and (wrong := next(keys_set(rest), None)):
         key, _, value = wrong.partition("=")
         raise ConfigError(key, value, "nothing: plan auto chooses it, or --price prices it")
-    cluster = _cluster(options)
+    cluster = read_cluster(options)
     if prices_one:
         user_args = rest
     else:
@@ -181,81 +159,6 @@ def run(
         return _search(problem, options, on_progress)
 
 
-def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options by name, and the other arguments. Raises ConfigError."""
-    options: dict[str, Any] = {}
-    rest = []
-    known = {option_name(name): name for name in (*_NUMBERS, *_TEXTS)}
-    for arg in args:
-        option, _, value = arg.partition("=")
-        if option in known:
-            name = known[option]
-            options[name] = value
-            if name in _NUMBERS:
-                whole, least = name in _WHOLE, _NUMBERS[name]
-                texts = value.split(",") if name in _LISTS else [value]
-                numbers = [
-                    read_number(option, text, least, whole=whole, below=2**20) for text in texts
-                ]
-                options[name] = numbers if name in _LISTS else numbers[0]
-        elif arg.startswith("-") and arg not in _FLAGS:
-            allowed = f"key=value, or one of {', '.join([*known, *_FLAGS])}"
-            raise ConfigError("option", arg, allowed)
-        else:
-            rest.append(arg)
-    return options, rest
-
-
-def _cluster(options: Mapping[str, Any]) -> ClusterShape:
-    """The cluster that the options describe. Raises ConfigError."""
-    gpu = options.get("gpu", "h100")
-    if gpu not in ACCELERATORS:
-        raise ConfigError("--gpu", gpu, f"one of {', '.join(ACCELERATORS)}")
-    if "nodes" not in options:
-        raise ConfigError("--nodes", "", "how many nodes the planned cluster has")
-    cluster = cluster_of(ACCELERATORS[gpu], options["nodes"], options.get("gpus_per_node", 8))
-    links = {"within": "node_gbs", "between": "network_gbs", "host": "host_gbs"}
-    speeds: dict[str, Any] = {
-        link: replace(getattr(cluster, link), bytes_per_s=options[name] * 1e9)
-        for link, name in links.items()
-        if name in options
-    }
-    if "links" in options:
-        speeds["table"] = _links(options["links"], cluster.ranks)
-    return replace(cluster, **speeds)
-
-
-def _links(file: str, ranks: int) -> LinkTable:
-    try:
-        table = LinkTable.from_json(json.loads(Path(file).read_text()))
-        if table.size != ranks:
-            raise ValueError(f"{table.size} workers, not --nodes x --gpus-per-node = {ranks}")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        allowed = f"a file with bytes_per_s (and message_s) from each worker to each ({reason})"
-        raise ConfigError("--links", file, allowed) from None
-    return table
-
-
-def read_scales(run_dir: str, device: str, engine: str) -> CostScales:
-    """The scales that a run has learned on such a device, with such a rollout engine.
-
-    Raises ConfigError, for another device or engine too.
-    """
-    try:
-        record = json.loads((Path(run_dir) / COSTS).read_text())
-        ran_on = record["device"], record["engine"]
-        scales = CostScales.from_json(record["scales"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        allowed = f"a run's directory whose {COSTS} has scales, device and engine ({reason})"
-        raise ConfigError("--costs", run_dir, allowed) from None
-    if ran_on != (device, engine):
-        allowed = f"a run on {device} with rollout.engine={engine}; this one was on {ran_on[0]}"
-        raise ConfigError("--costs", run_dir, f"{allowed} with {ran_on[1]}")
-    return scales
-
-
 def _problem(
     config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
 ) -> _Problem:
@@ -270,7 +173,7 @@ def _problem(
     if config.cluster.device is Device.cpu and "gpu" not in options:  # roles stay where they are
         device = "cpu"
         sizes = {"nodes": cluster.nodes, "gpus_per_node": cluster.per_node, "gpu": device}
-        cluster = replace(_cluster({**options, **sizes}), host=AT_ONCE)
+        cluster = replace(read_cluster({**options, **sizes}), host=AT_ONCE)
     if config.cluster.ranks != cluster.ranks:
         allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
         raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
@@ -437,7 +340,7 @@ def _search(
     shared_s = best[0].seconds.step_s
     staleness, left_s = options.get("max_staleness", [0]), seconds - result.seconds
     budget_s = max(left_s, seconds / 4)
-    splits, separate = _splits(problem, search, staleness, budget_s, shared_s, refused)
+    splits, separate, rest_s = _splits(problem, search, staleness, budget_s, shared_s, refused)
     if winners := [split for split in splits if split.wins(shared_s)]:
         best = [min(winners, key=lambda split: split.step_s).priced, *best][:number]
     settings = [overrides(one.mapping) for one in best]
@@ -445,10 +348,17 @@ def _search(
         _write(options["out"], settings[0])
     source = options.get("costs", "datasheet")
     result = replace(result, best=best)
-    assumed = cut_lengths(problem.config, problem.prices.samples)
-    steps = {split.max_staleness: split.step_s for split in splits}
     return MappingReport(
-        result, settings, refused, problem.user_args, source, assumed, separate, steps, shared_s
+        result,
+        settings,
+        refused,
+        problem.user_args,
+        source,
+        assumed=cut_lengths(problem.config, problem.prices.samples),
+        separate=separate,
+        separate_s={split.max_staleness: split.step_s for split in splits},
+        separate_rest_s=rest_s,
+        shared_s=shared_s,
     )
 
 
@@ -470,24 +380,38 @@ def _splits(
     budget_s: float,
     shared_s: float,
     refused: list[str],
-) -> tuple[list[PricedSplit], list[str]]:
-    """The quickest split of each staleness that a run can have, and why it wins or loses."""
-    found, lines, searches = list[PricedSplit](), list[str](), _split_search(problem, search)
-    for max_staleness in staleness:
+) -> tuple[list[PricedSplit], list[str], dict[int, float | None]]:
+    """The quickest split of each staleness that a run can have, and why it wins or loses.
+
+    The third are bounds of the splits that time has left out, by staleness. Each staleness has an
+    equal share of the time that the ones before it have left.
+    """
+    chosen, lines, rest_s = list[PricedSplit](), list[str](), dict[int, float | None]()
+    searches, until = _split_search(problem, search), time.monotonic() + budget_s
+    for number, most in enumerate(staleness):
+        not_tried = f"with max_staleness={most} ranks that generate alone are not tried"
         try:
-            check_graph(AsyncScheduleConfig(max_staleness=max_staleness), problem.graph)
+            check_graph(AsyncScheduleConfig(max_staleness=most), problem.graph)
         except ValueError as error:
-            lines.append(f"ranks that generate alone are not tried: the recipe runs with {error}")
+            lines.append(f"{not_tried}: the recipe runs with {error}")
             continue
-        for split in searches.run(max_staleness, budget_s / len(staleness)):
+        share_s = (until - time.monotonic()) / (len(staleness) - number)
+        result = searches.run(most, share_s)
+        rest_s[most] = result.rest_s
+        line = f"{not_tried}: no split of these ranks fits"
+        if num_replayed := len(result.splits):
+            line = f"{not_tried}: none of {num_replayed} that were replayed can run"
+        for split in result.splits:
             memory = _memory_of(problem, split.priced, refused)
             if memory is not None:
-                found.append(replace(split, priced=replace(split.priced, memory=memory)))
-                lines.append(split.reason(shared_s))
+                chosen.append(replace(split, priced=replace(split.priced, memory=memory)))
+                line = split.reason(shared_s)
+                line += "; --max-staleness=1 lets steps overlap" * (not any(staleness))
                 break
-        else:
-            lines.append("ranks that generate alone are not tried: no split of these ranks fits")
-    return found, lines
+        if result.rest_s is not None:
+            line += f"; {unfinished(result.rest_s)}"
+        lines.append(line)
+    return chosen, lines, rest_s
 
 
 def _split_search(problem: _Problem, search: MappingSearch) -> SplitSearch:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hybridrl.config import AsyncScheduleConfig
 from hybridrl.costs.mapping import TrainLayout
 from hybridrl.costs.memory import GIB
 from hybridrl.plan.mapping_search import MappingResults, PricedMapping
@@ -27,8 +28,10 @@ class MappingReport:
     """Why ranks that generate alone are chosen, or not, by staleness."""
     separate_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a step with ranks that generate alone, by `schedule.max_staleness`."""
+    separate_rest_s: Mapping[int, float | None] = field(default_factory=dict)
+    """Seconds that splits which time has left out take at least; None where the search ended."""
     shared_s: float | None = None
-    """Those of the best mapping on shared ranks, which they are compared with."""
+    """Seconds of a step of the best mapping on shared ranks, which `separate_s` compares with."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""
@@ -50,13 +53,7 @@ class MappingReport:
             f" {result.num_replayed} replayed in {result.seconds:.0f} s; seconds by {self.source}",
         ]
         if not result.is_complete and result.rest_s is not None:
-            left = f"what is left takes {result.rest_s:.3g} s a step at least"
-            if not result.rest_s:
-                left = "it has not looked at all placements"
-            lines.append(
-                f"the search was not through, it has replayed {result.num_replayed}: {left};"
-                " --seconds gives it longer"
-            )
+            lines.append(unfinished(result.rest_s))
         lines += self.separate
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]
@@ -76,6 +73,7 @@ class MappingReport:
             "rest_s": result.rest_s,
             "separate": list(self.separate),
             "separate_s": dict(self.separate_s),
+            "separate_rest_s": dict(self.separate_rest_s),
             "shared_s": self.shared_s,
             "refused": list(self.refused),
             "assumed": list(self.assumed),
@@ -84,6 +82,14 @@ class MappingReport:
                 for one, settings in zip(result.best, self.overrides, strict=True)
             ],
         }
+
+
+def unfinished(rest_s: float) -> str:
+    """Say that time has ended a search, and what its other candidates take at least."""
+    left = f"what is left takes {rest_s:.3g} s a step at least"
+    if not rest_s:
+        left = "it has not looked at all placements"
+    return f"the search was not through: {left}; --seconds gives it longer"
 
 
 def describe(one: PricedMapping) -> str:
@@ -100,7 +106,11 @@ def describe(one: PricedMapping) -> str:
     shared = f"{first.activations.value}, {first.micro_batch_tokens} tokens"
     shared += ", updates in one plan" * mapping.fuses
     shared += f", ranks in the order {list(mapping.rank_order)}" * bool(mapping.rank_order)
-    return f"{pools}; {mapping.schedule.kind.value}, generation {gen}; {trained}; {shared}"
+    schedule = mapping.schedule.kind.value
+    if isinstance(mapping.schedule, AsyncScheduleConfig):
+        schedule += f" with max_staleness={mapping.schedule.max_staleness}"
+        schedule += ", in flight" * mapping.schedule.in_flight
+    return f"{pools}; {schedule}, generation {gen}; {trained}; {shared}"
 
 
 def _memory_text(one: PricedMapping) -> str:

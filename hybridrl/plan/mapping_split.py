@@ -5,13 +5,14 @@ quickest. Candidates are ordered by the bound max(G, T, A / (S + 1)) on a step: 
 ranks, training and passes of models on theirs, the longest sample. T takes most of a search, so
 layouts are looked for where a bound on it that asks nothing of memory could still win. Splits are
 replayed by the schedule itself, as `plan schedule --rollout` does it, until no bound is below the
-best. Of equal bounds, as where the longest sample decides, the least sum of terms goes first.
+best. Where bounds are equal, as where the longest sample decides, the split with the least sum of
+terms is tried first.
 """
 
 import heapq
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.config import AsyncScheduleConfig
@@ -58,13 +59,21 @@ class PricedSplit:
         verdict = "win" if self.wins(shared_s) else "lose"
         terms = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.terms.items())
         settings = f"max_staleness={config.max_staleness}" + ", in flight," * config.in_flight
-        line = (
+        return (
             f"ranks that generate alone {verdict}: {ranks[ROLLOUT]} of {sum(ranks.values())} with"
             f" {settings} take {self.step_s:.3g} s a step, the best on shared ranks"
             f" {shared_s:.3g} s; chosen from {GAIN:.0%} less on. A step takes at least the longest"
             f" of {terms}"
         )
-        return line + "; --max-staleness=1 lets steps overlap" * (not config.max_staleness)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitResults:
+    """The splits of one staleness that were replayed, the quickest first."""
+
+    splits: Sequence[PricedSplit]
+    rest_s: float | None = None
+    """Seconds that a step of any other split takes at least, where time ended the search first."""
 
 
 class SplitSearch:
@@ -77,29 +86,31 @@ class SplitSearch:
         self.search, self.prices, self.streams = search, search.prices, streams
         self.costs = search.prices.costs
 
-    def run(self, max_staleness: int, budget_s: float = 60.0) -> list[PricedSplit]:
-        """Return the splits that were replayed, the quickest first; none where none fits."""
+    def run(self, max_staleness: int, budget_s: float = 60.0) -> SplitResults:
+        """Search for so many seconds, and until a first split is replayed. None may fit."""
         started, replayed = time.monotonic(), list[PricedSplit]()
         queue = [
             (*self._order(frame), number, frame)
             for number, frame in enumerate(self._frames(max_staleness))
         ]
         heapq.heapify(queue)
-        best = float("inf")
+        best, rest_s = float("inf"), None
         while queue:
             bound_s, _, _, number, mapping = heapq.heappop(queue)
-            late = replayed and time.monotonic() - started > budget_s
-            if late or best <= bound_s * (1 + TOLERANCE):
+            if best <= bound_s * (1 + TOLERANCE):
+                break
+            if replayed and time.monotonic() - started > budget_s:
+                rest_s = bound_s
                 break
             if mapping.train:
                 replayed.append(self.price(mapping))
                 best = min(best, replayed[-1].step_s)
             elif trained := self._trained(mapping):
                 heapq.heappush(queue, (*self._order(trained), number, trained))
-        return sorted(replayed, key=lambda one: one.step_s)
+        return SplitResults(sorted(replayed, key=lambda one: one.step_s), rest_s)
 
     def mappings(self, max_staleness: int) -> Iterator[DeviceMapping]:
-        """Every split and generation layout, with the quickest training of the other ranks."""
+        """Yield each split and generation layout, with the quickest training of other ranks."""
         yield from filter(None, map(self._trained, self._frames(max_staleness)))
 
     def _trained(self, frame: DeviceMapping) -> DeviceMapping | None:
@@ -143,7 +154,10 @@ class SplitSearch:
         return {"decoding": decode_s, "training": training, name: alone_s / steps}
 
     def _order(self, mapping: DeviceMapping) -> tuple[float, bool, float]:
-        """By bound, those with layouts of training first, then by the sum of terms."""
+        """Return a key that sorts splits by their bound, then by the sum of their terms.
+
+        Where bounds are equal, those with layouts of training come before the others.
+        """
         terms = self.terms(mapping).values()
         return max(terms), not mapping.train, sum(terms)
 

@@ -58,7 +58,10 @@ def check_images(
 
 
 def _check_first_stages(config: Config, shape: "PretrainedConfig", why: str) -> None:
-    """Raise where a first pipeline stage has fewer layers than DeepStack adds features behind."""
+    """Raise where a first pipeline stage has fewer layers than DeepStack adds features behind.
+
+    A whole model of fewer layers is right: it leaves out the features of those that it lacks.
+    """
     deep = len(getattr(shape.tower_config, "deepstack_visual_indexes", ()))
     layers, train, gen = shape.num_hidden_layers, config.trainer.layout, config.rollout.layout
     _, of_chunk = chunk_bounds(layers, train.num_chunks, train.chunk_layers)[0]
@@ -67,7 +70,7 @@ def _check_first_stages(config: Config, shape: "PretrainedConfig", why: str) -> 
         "trainer.layout.pp": (train.pp, of_chunk, "chunk"),
         "rollout.layout.pp": (gen.pp, of_stage, "stage"),
     }
-    for key, (pp, first, part) in firsts.items():
-        if first < deep:
-            layout = f"a layout whose first {part} has {deep} layers or more, and not {first}"
+    for key, (pp, first, unit) in firsts.items():
+        if pp > 1 and first < deep:
+            layout = f"a layout whose first {unit} has {deep} layers or more, and not {first}"
             raise ConfigError(key, pp, f"{layout}: DeepStack adds features there, since {why}")

@@ -3,13 +3,14 @@
 The rule: where their step is shorter by 3 percent or more than that of shared ranks. Each case of
 `separate_cases.py` is planned from its model, lengths and cluster, with layouts that `plan auto`
 chooses itself. A line is a case and a staleness; its value is the planned step over the best on
-shared ranks. Beside it stands the same ratio of the steps in `docs/figures/async.json`, which
+shared ranks. `emulated_ratio` is the same ratio of the steps in `docs/figures/async.json`, which
 `make bench-async` has kept: the quickest side of separate ranks whose batches are in order over
 the quickest on shared ranks whose batches are those of `serial`.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +28,12 @@ from hybridrl.workers.emulation import llama_config
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "async.json"
 NODE = 8
 SHARED = ("serial", "early")
-SEPARATE = {0: ("periodic",), 1: ("one_step", "flight_1"), 2: ("flight_2",), 4: ("flight_4",)}
+SEPARATE = {
+    0: ("periodic",),
+    1: ("one_step", "flight_1", "flight_1_keep"),
+    2: ("flight_2", "flight_2_keep"),
+    4: ("flight_4", "flight_4_keep"),
+}
 """Sides by the staleness that `plan auto` is asked for."""
 
 
@@ -61,9 +67,10 @@ def compare(case: Case, folder: Path, seconds: int, emulated: dict[str, float]) 
                                   "--number=1", f"--seconds={seconds}"])  # fmt: skip
     took_s = time.perf_counter() - started
     assert report.shared_s is not None
-    for most, step_s in separate.items():
-        planned_s = report.separate_s[most]
-        assert planned_s is not None
+    for (most, step_s), why in zip(separate.items(), report.separate, strict=True):
+        planned_s = report.separate_s.get(most)
+        if planned_s is None:
+            sys.exit(f"{case.name}: {why}")
         planned_ratio, ratio = planned_s / report.shared_s, step_s / shared_s
         chosen, wins = planned_ratio <= 1 - GAIN, ratio <= 1 - GAIN
         show({

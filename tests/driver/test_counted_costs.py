@@ -13,7 +13,7 @@ from hybridrl.driver import counted_costs as module
 from hybridrl.driver.counted_costs import counted_costs
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.plan.mapping_command import read_scales
+from hybridrl.plan.mapping_options import read_scales
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.system.node_info import read_node_info
 from hybridrl.telemetry.records import read_lines

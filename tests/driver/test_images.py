@@ -82,14 +82,16 @@ def test_deep_features_belong_to_a_first_stage(
     items = [SimpleNamespace(images=(b"",), source="s", place="row 1")]
     tower = SimpleNamespace(deepstack_visual_indexes=[0, 1, 2])
     shape: Any = SimpleNamespace(num_hidden_layers=4, tower_config=tower)
-    for key, part in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
+    for key, unit in {"trainer.layout.pp": "chunk", "rollout.layout.pp": "stage"}.items():
         config = make_config(*small, f"{key}=2", "cluster.ranks=2")
         graph = build_recipe(config.recipe)
-        wanted = rf"^{key}=2: wanted a layout whose first {part} has 3 layers or more, and not 2: "
+        wanted = rf"^{key}=2: wanted a layout whose first {unit} has 3 layers or more, and not 2: "
         with pytest.raises(ConfigError, match=wanted):
             check_images(config, graph, shape, items, items)
         shape.num_hidden_layers = 5
         check_images(config, graph, shape, items, items)
+        shape.num_hidden_layers = 2  # a whole model may be this small
+        check_images(make_config(*small, "cluster.ranks=2"), graph, shape, items, items)
         shape.num_hidden_layers = 4
 
 
@@ -163,4 +165,6 @@ def test_a_tower_that_trains_learns_to_count(train_here: Train, tmp_path: Path) 
     trained = ["experiment=shapes_tiny", "model.vision=train", *rates, "cluster.ranks=1"]
     run = train_here(tmp_path, *trained, "trainer.steps=20", "trainer.save_every=20")
     lines = read_lines(run.dir / "metrics.jsonl")
-    assert [line["eval_accuracy"] for line in lines if "eval_accuracy" in line][-1] > 0.8
+    accuracy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+    assert accuracy[-1] > 0.95
+    assert accuracy[-1] >= accuracy[0]

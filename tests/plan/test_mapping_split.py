@@ -9,7 +9,7 @@ from hybridrl.costs.mapping import ACTOR
 from hybridrl.plan import mapping_command
 from hybridrl.plan.mapping_report import MappingReport
 from hybridrl.plan.mapping_search import TOLERANCE
-from hybridrl.plan.mapping_split import GAIN, ROLLOUT, SplitSearch
+from hybridrl.plan.mapping_split import GAIN, ROLLOUT, PricedSplit, SplitResults, SplitSearch
 
 pytestmark = pytest.mark.long
 
@@ -78,6 +78,10 @@ def test_separate_ranks_are_chosen_where_their_step_is_shorter_by_three_percent(
         assert f"schedule.max_staleness={max_staleness}" in report.overrides[0]
     (line,) = report.separate
     assert f"ranks that generate alone {'win' if wins else 'lose'}: " in line
+    assert ("--max-staleness=1 lets steps overlap" in line) is (max_staleness == 0)
+    assert ("the search was not through" in line) is (
+        report.separate_rest_s != {max_staleness: None}
+    )
     assert line in report.remarks()
 
 
@@ -89,6 +93,47 @@ def test_no_step_is_below_the_terms_that_the_line_names(searches: list[SplitSear
             split = search.price(mapping)
             assert split.step_s >= max(split.terms.values()) * (1 - 1e-9)
             assert split.priced.bound_s == max(split.terms.values())
+
+
+def test_a_search_that_time_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split is replayed, and no other takes less than the line says."""
+    splits: list[PricedSplit] = []
+
+    class Hurried(SplitSearch):
+        def run(self, max_staleness: int, budget_s: float = 60.0) -> SplitResults:
+            splits.extend(self.price(mapping) for mapping in self.mappings(max_staleness))
+            return super().run(max_staleness, 0.0)
+
+    monkeypatch.setattr(mapping_command, "SplitSearch", Hurried)
+    report = mapping_command.run([*TINY, *LONG, "--max-staleness=1"])
+    (line,) = report.separate
+    rest_s = report.record()["separate_rest_s"][1]
+    assert f"the search was not through: what is left takes {rest_s:.3g} s a step" in line
+    others = sorted(split.step_s for split in splits if split.step_s != report.separate_s[1])
+    assert len(others) > 1
+    assert rest_s <= others[0]
+
+
+def test_each_staleness_has_its_share_of_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ones before take none here. One that is given twice is searched once."""
+    shares: list[float] = []
+
+    class Quick(SplitSearch):
+        def run(self, max_staleness: int, budget_s: float = 60.0) -> SplitResults:
+            shares.append(budget_s)
+            return SplitResults([])
+
+    monkeypatch.setattr(mapping_command, "SplitSearch", Quick)
+    report = mapping_command.run([*TINY, *LONG, "--max-staleness=0,4,4,1"])
+    assert len(shares) == 3
+    assert shares[0] < shares[1] < shares[2]
+    assert report.separate == [
+        f"with max_staleness={most} ranks that generate alone are not tried:"
+        " no split of these ranks fits"
+        for most in (0, 4, 1)
+    ]
 
 
 def test_training_ranks_have_layouts_that_fill_them(searches: list[SplitSearch]) -> None:
@@ -104,6 +149,7 @@ def test_the_quickest_staleness_is_taken_and_costs_by_hand_what_the_search_says(
     report = mapping_command.run([*TINY, *LONG, "--max-staleness=0,2,1"])
     best = report.result.best[0]
     assert report.separate_s.keys() == {0, 1, 2}
+    assert not any("lets steps overlap" in line for line in report.separate)
     assert [
         f"max_staleness={most}" in line
         for most, line in zip((0, 2, 1), report.separate, strict=True)
@@ -120,7 +166,7 @@ def test_the_quickest_staleness_is_taken_and_costs_by_hand_what_the_search_says(
 def test_recipes_that_need_their_own_weights_are_not_tried() -> None:
     report = mapping_command.run([*TINY, *LONG, "recipe=rloo", "--max-staleness=1"])
     (line,) = report.separate
-    assert "are not tried: the recipe runs with" in line
+    assert "with max_staleness=1 ranks that generate alone are not tried: the recipe runs" in line
     assert not seconds_of(report, alone=True)
 
 

@@ -26,14 +26,16 @@ from hybridrl.models.vision import pixel_reader, vision_tower
 
 Case = tuple[str, Vision, TrainLayoutConfig]
 ZERO_BUBBLE = TrainLayoutConfig(pp=2, schedule=PipelineSchedule.zero_bubble)
-CASES: dict[str, Case] = {
+TWO_RANKS: dict[str, Case] = {
     "frozen, tp": ("qwen3_vl_moe", Vision.frozen, TrainLayoutConfig(tp=2)),
     "frozen, pp": ("qwen3_vl", Vision.frozen, TrainLayoutConfig(pp=2)),
     "trained, tp": ("qwen3_vl", Vision.train, TrainLayoutConfig(tp=2)),
     "trained, pp": ("qwen3_5", Vision.train, TrainLayoutConfig(pp=2)),
     "trained, V": ("qwen3_vl", Vision.train, ZERO_BUBBLE),
 }
-MODELS = sorted({family for family, _, _ in CASES.values()})
+FOUR_RANKS: dict[str, Case] = {
+    "trained, tp x pp": ("qwen3_vl_moe", Vision.train, TrainLayoutConfig(tp=2, pp=2)),
+}
 # So few tokens a row that some have no image.
 SETTINGS = {"optim": OptimConfig(lr=1e-2, clip_grad_norm=0.0), "max_tokens_per_micro_batch": 25}
 
@@ -48,7 +50,7 @@ def step(path: Path, vision: Vision, layout: TrainLayoutConfig, own: list[TrainS
         trainer=TrainerConfig(layout=layout, **SETTINGS),
         device=torch.device("cpu"),
     )
-    mine = own[dist.get_rank() :: 2]
+    mine = own[dist.get_rank() :: dist.get_world_size()]
     scores, gradients = engine.log_probs(mine), {}
 
     def before_step(*_: Any) -> None:
@@ -64,25 +66,34 @@ def step(path: Path, vision: Vision, layout: TrainLayoutConfig, own: list[TrainS
     return scores, gradients, metrics, tower, reads
 
 
-def steps(paths: dict[str, Path], sequences: dict[str, list[TrainSequence]]) -> list[Any]:
-    cases = CASES.values()
+def steps(
+    cases: list[Case], paths: dict[str, Path], sequences: dict[str, list[TrainSequence]]
+) -> list[Any]:
     return [step(paths[family], *how, sequences[family]) for family, *how in cases]
 
 
 @pytest.mark.layouts
-def test_a_step_is_that_of_each_sample_alone(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "named"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.wide)]
+)
+def test_a_step_is_that_of_each_sample_alone(
+    ranks: Any, tmp_path: Path, num_ranks: int, named: dict[str, Case]
+) -> None:
     """Gradients, of the tower too, and metrics; a stage without embedding reads no image."""
-    models = {f: image_model(f, tmp_path / f, num_key_value_heads=2) for f in MODELS}
+    cases = [*named.values()]
+    families = sorted({family for family, _, _ in cases})
+    models = {f: image_model(f, tmp_path / f, num_key_value_heads=2) for f in families}
     sequences = {family: samples(model) for family, model in models.items()}
     wanted = {family: alone(model, sequences[family]) for family, model in models.items()}
-    results = ranks(2, steps, {f: model.path for f, model in models.items()}, sequences)
-    for (family, vision, layout), *of_ranks in zip(CASES.values(), *results, strict=True):
+    paths = {f: model.path for f, model in models.items()}
+    results = ranks(num_ranks, steps, cases, paths, sequences)
+    for (family, vision, layout), *of_ranks in zip(cases, *results, strict=True):
         scores, all_gradients = wanted[family]
         trains = vision is Vision.train
         expected = {k: v for k, v in all_gradients.items() if trains or not k.startswith(TOWER)}
         names = set[str]()
         for rank, (own, gradients, _, _, _) in enumerate(of_ranks):
-            for one, other in zip(own, scores[rank::2], strict=True):
+            for one, other in zip(own, scores[rank::num_ranks], strict=True):
                 torch.testing.assert_close(one, other, atol=tolerance(family), rtol=0)
             got = {name: x[: len(expected[name])] for name, x in gradients.items()}  # no padding
             of_rank = {name: expected[name] for name in got}
@@ -95,7 +106,8 @@ def test_a_step_is_that_of_each_sample_alone(ranks: Any, tmp_path: Path) -> None
         for _, _, metrics, _, _ in of_ranks:
             assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
             assert metrics["flops"] == pytest.approx((3 if trains else 1) * of_tower, abs=10_000)
-        assert [reads for *_, reads in of_ranks] == [True, layout.pp == 1]
+        embeds = [rank < num_ranks // layout.pp for rank in range(num_ranks)]
+        assert [reads for *_, reads in of_ranks] == embeds
         before = models[family].whole.state_dict()
         for tower in towers:
             assert (len(tower) > 20) == trains
