@@ -56,7 +56,7 @@ def test_a_snapshot_that_is_held_changes_no_bit_of_training(
     ranks: Callable[..., list[Any]],
     rank: int,
 ) -> None:
-    """With all weights, too: weights, moments and half a gradient go aside and come back."""
+    """With all weights, too: weights, moments and half a gradient are the model's own again."""
     path = tiny("qwen3")
     (held,), (bare,) = (ranks(1, steps, path, sequences, rank, holds) for holds in (True, False))
     for name in ("metrics", "version"):
