@@ -182,10 +182,16 @@ def _models(run: RunData) -> list[str]:
 
 
 def _by_model(run: RunData, models: list[str]) -> list[dict[str, Any]]:
-    """A chart for each key of `_OF_MODELS`, with a curve for each of the models that have it."""
+    """A chart for each key of `_OF_MODELS`, with a curve for each of the models that have it.
+
+    A model has the same color in all charts.
+    """
     out = []
     for key, (title, unit) in _OF_MODELS.items():
-        curves = [_series(run, f"{key}/{model}", model) for model in models]
+        curves = [
+            _series(run, f"{key}/{model}", model) | {"color": color}
+            for color, model in enumerate(models)
+        ]
         if curves := [curve for curve in curves if curve["points"]]:
             out.append(_chart(f"model/{key}", f"{title} by model", curves, unit))
     return out
