@@ -1,7 +1,7 @@
 """What a server records for `hybridrl watch`: its optimizer steps, and what became of models."""
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -66,19 +66,24 @@ class ServerHistory:
     for), `grad_norm` and `lr`; `train_tokens` are those of its gradient. Since the row before:
     `response_tokens_mean` of the responses, `wait_s` of the training requests and `sample_wait_s`
     of those for samples (mean seconds until they began), `switches`. `loss/MODEL`,
-    `grad_norm/MODEL` and these four are the model's own, since its own last row.
+    `grad_norm/MODEL` and these four are the model's own, since its own last row or its creation.
+
+    Invariant: a model has a window from its creation on until it is unloaded. What concerns another
+    one, the base or the checkpoint of a model that is gone, counts in the window of all alone.
     """
 
     telemetry: Telemetry
     step: int
     _gradients: dict[str, _Gradient] = field(default_factory=dict)
     _all: _Window = field(default_factory=_Window)
-    _of: defaultdict[str | None, _Window] = field(default_factory=lambda: defaultdict(_Window))
+    _of: dict[str, _Window] = field(default_factory=dict)
 
     def trained(self, request: ModelRequest, answer: ClientAnswer, waited: float) -> None:
         """Record a request of training that is answered, and the seconds until it began."""
         model, steps = request.model, self.step
-        for window in (self._all, self._of[model]):
+        if isinstance(request, CreateModel):
+            self._of[model] = _Window()
+        for window in self._windows(model):
             window.waits.append(waited)
         match request, answer:
             case ForwardBackward(backward=True), LossOutputs():
@@ -95,20 +100,20 @@ class ServerHistory:
                 self.telemetry.event("model", step=steps, model=model, what=f"saved {answer.path}")
             case Unload(), _:
                 self._gradients.pop(model, None)
-                self._of.pop(model, None)
+                del self._of[model]
                 self.telemetry.event("model", step=steps, model=model, what="unloaded")
 
     def began(self, requests: Sequence[OpenSampling], now: float) -> None:
         """Record requests for samples whose turn has come."""
         for one in requests:
-            for window in (self._all, self._of[one.snapshot.model]):
+            for window in self._windows(one.snapshot.model):
                 window.sample_waits.append(now - one.since)
 
     def sampled(self, done: Sequence[OpenSampling]) -> None:
         """Record requests for samples that are answered."""
         for one in done:
             lengths = [len(drawn.tokens) for drawn in one.drawn.values()]
-            for window in (self._all, self._of[one.snapshot.model]):
+            for window in self._windows(one.snapshot.model):
                 window.lengths += lengths
 
     def switched(self, model: str | None) -> None:
@@ -116,14 +121,20 @@ class ServerHistory:
 
         None is the base.
         """
-        for window in (self._all, self._of[model]):
+        for window in self._windows(model):
             window.switches += 1
+
+    def _windows(self, model: str | None) -> Iterator[_Window]:
+        """The windows in which something of a model counts."""
+        yield self._all
+        if model in self._of:
+            yield self._of[model]
 
     def _log(self, model: str, metrics: dict[str, float]) -> None:
         self.step += 1
         gradient = self._gradients.pop(model, _Gradient())
         own = {"loss": gradient.loss, "grad_norm": metrics["grad_norm"]}
-        of_model = own | self._of.pop(model).metrics()
+        of_model = own | self._of[model].metrics()
         row = {
             **own,
             **self._all.metrics(),
@@ -131,5 +142,5 @@ class ServerHistory:
             "lr": metrics["lr"],
             "train_tokens": float(gradient.tokens),
         }
-        self._all = _Window()
+        self._all, self._of[model] = _Window(), _Window()
         self.telemetry.log(self.step, row)

@@ -5,6 +5,7 @@ Such a request waits for TRAIN first, and then for its snapshot to generate.
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from hybridrl.serving.requests import Datum, Float32, SampleRequest
 from hybridrl.serving.sampling import OpenSampling
 from hybridrl.serving.training import ClientTraining
 from hybridrl.workers.serving import TokenScores
+
+TARGETS_A_CALL = 2**18
+"""Targets for each rank in one call, of which a rank holds 12 bytes each; training waits for it."""
 
 
 class PromptScoring:
@@ -32,7 +36,7 @@ class PromptScoring:
         self._waiting.append(request)
 
     def remove(self, requests: list[OpenSampling]) -> None:
-        """Let requests wait no more."""
+        """Take requests out, whether they are scored or refused."""
         self._waiting = deque(one for one in self._waiting if one not in requests)
 
     @property
@@ -41,8 +45,17 @@ class PromptScoring:
         return self._waiting[0]
 
     def next(self) -> list[OpenSampling]:
-        """The requests for the snapshot whose prompts have waited longest."""
-        return [one for one in self._waiting if one.snapshot is self.first.snapshot]
+        """The requests that one call scores: the first, and with it those that fit.
+
+        They are for one snapshot and name tokens all or none, since every position of a call has as
+        many targets as the widest. With more targets than `TARGETS_A_CALL` the first is alone.
+        """
+        alike = [one for one in self._waiting if _kind(one) == _kind(self.first)]
+        lengths = accumulate(len(one.request.prompt) for one in alike)
+        widths = accumulate((_num_targets(one.request) for one in alike), max)
+        most = TARGETS_A_CALL * self._clients.ranks.size
+        fit = sum(length * width <= most for length, width in zip(lengths, widths, strict=True))
+        return alike[: max(1, fit)]
 
     def score(self, requests: list[OpenSampling]) -> None:
         """Score prompts with the snapshot of all these requests, which the ranks have."""
@@ -50,6 +63,16 @@ class PromptScoring:
         scores = self._clients.score(self.first.snapshot.version, data)
         for one, own in zip(requests, scores, strict=True):
             one.prompt = _scores(one.request, own)
+
+
+def _kind(one: OpenSampling) -> tuple[int, bool]:
+    """The snapshot of a request, and whether it names tokens."""
+    return one.snapshot.version, one.request.named is not None
+
+
+def _num_targets(request: SampleRequest) -> int:
+    """The targets of each position of a prompt."""
+    return 1 if request.named is None else 1 + request.named.shape[1]
 
 
 def _datum(request: SampleRequest) -> Datum:

@@ -43,7 +43,7 @@ _CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "tokens_per_s": ("Throughput", "tokens/s", {"tokens_per_s": "tokens/s"}),
     "bubble_share": ("Bubbles (idle share)", "", {"bubble_share": "idle share"}),
 }
-# Of a server's clients, each of whose models has these under `KEY/MODEL`: title and unit by key.
+# Metrics that a server records for each client's model as `KEY/MODEL`: title and unit by key.
 _OF_MODELS = {
     "loss": ("Loss", ""),
     "grad_norm": ("Gradient norm", ""),
@@ -52,7 +52,7 @@ _OF_MODELS = {
     "sample_wait_s": ("Wait for samples", "s"),
     "switches": ("Switches", ""),
 }
-_MAX_MODELS = 16  # with curves; those made last
+_MAX_MODELS = 16  # with curves; the last that were made, of those that have stepped
 _BAND = ("response_tokens_p10", "response_tokens_p90")
 _MAX_RANKS = 16  # curves of memory; those with the most
 _MAX_TURNS = 500  # of a curve of memory
@@ -157,7 +157,8 @@ def charts(run: RunData) -> list[dict[str, Any]]:
     # a server's models
     models = _models(run)
     shown |= {f"{key}/{model}" for key in _OF_MODELS for model in models}
-    out += _by_model(run, models[-_MAX_MODELS:])
+    trained = [one for one in models if any(run.series(f"{key}/{one}") for key in _OF_MODELS)]
+    out += _by_model(run, trained[-_MAX_MODELS:])
     # evaluation sets
     for name in dict.fromkeys(k.split("/")[1] for k in run.metric_names if k.startswith("eval/")):
         shown |= {key for key in run.metric_names if key.startswith(f"eval/{name}/") and "@" in key}
@@ -181,10 +182,16 @@ def _models(run: RunData) -> list[str]:
 
 
 def _by_model(run: RunData, models: list[str]) -> list[dict[str, Any]]:
-    """A chart for each key of `_OF_MODELS`, with a curve for each of the models that have it."""
+    """A chart for each key of `_OF_MODELS`, with a curve for each of the models that have it.
+
+    A model has the same color in all charts.
+    """
     out = []
     for key, (title, unit) in _OF_MODELS.items():
-        curves = [_series(run, f"{key}/{model}", model) for model in models]
+        curves = [
+            _series(run, f"{key}/{model}", model) | {"color": color}
+            for color, model in enumerate(models)
+        ]
         if curves := [curve for curve in curves if curve["points"]]:
             out.append(_chart(f"model/{key}", f"{title} by model", curves, unit))
     return out

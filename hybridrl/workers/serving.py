@@ -65,8 +65,8 @@ class DrawSettings(Protocol):
 class GradientCall:
     """A loss over data, of which each rank has a share, and with `backward` its gradient.
 
-    Its candidates are the targets, where they are not the next input tokens. It is that of a
-    client's model, or without `backward` that of the snapshot of a version.
+    The loss's candidates are the targets, where they are not the next input tokens. `model` is the
+    name of a client's model, or without `backward` the version of a snapshot.
     """
 
     model: str | int

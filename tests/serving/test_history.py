@@ -54,8 +54,19 @@ def test_a_row_has_what_happened_to_its_model_since_its_own_last_row(tmp_path: P
     assert not _of("b", first)
     nothing = {"loss": 0.0, "grad_norm": 2.0, "switches": 0.0, "wait_s": 0.0}
     assert (_of("b", second), _of("a", third)) == (nothing, nothing)
+
+
+def test_only_models_that_exist_have_a_window(tmp_path: Path) -> None:
+    """The base has none, and neither has an unloaded model whose checkpoint is sampled from."""
+    turns = turns_of(FakeRanks(step_model=STEPPED), tmp_path)
+    for model in "ab":
+        answered(turns, CreateModel(model))
+    answered(turns, Save("a", "x", "sampler_weights"))
     answered(turns, Unload("a"))
-    assert "a" not in turns.history._of
+    for path in ("tinker://a/sampler_weights/x", None):
+        answered(turns, SampleRequest(path, IDS, 2, SampleSettings(max_tokens=4), (0, 0), "s"))
+    assert turns.history._of.keys() == {"b"}
+    assert turns.history._all.metrics()["switches"] == 2
 
 
 def _gradient(model: str) -> ForwardBackward:

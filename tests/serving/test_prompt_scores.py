@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of, work_all
 
+from hybridrl.serving import prompt_scores
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.payloads import read_sampling
 from hybridrl.serving.requests import (
     CreateModel,
+    Datum,
     DropSamples,
+    ForwardBackward,
     OptimStep,
     Refused,
     SampleRequest,
@@ -82,6 +85,34 @@ def test_prompts_of_a_snapshot_are_scored_together_before_it_generates(loop: Tur
 
 
 CALLS = "add_gradient", "generate_with", "read_snapshot"
+
+
+def test_a_call_has_prompts_of_one_width_and_few_enough_targets(
+    loop: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 18 targets a rank: six tokens beside two named ones, or 18 tokens of plain prompts.
+
+    One wide prompt is scored alone, and a step that waits has its turn before the rest.
+    """
+    monkeypatch.setattr(prompt_scores, "TARGETS_A_CALL", 18)
+    _ranks(loop).answers["step_model"] = {"bad_step": 0.0, "grad_norm": 2.0, "lr": 0.1}
+    datum = Datum(PROMPT, PROMPT, {"weights": np.ones(3, np.float32)})
+    answered(loop, ForwardBackward("a", (datum,), "cross_entropy", {}, True))
+    _ranks(loop).asked.clear()
+    widths = [0, 2, 0, 0, 9, 1, 2, 0, 0, 0, 0]
+    waiting = [taken(loop, scored(PATHS[0], named=_named(width))) for width in widths]
+    step = taken(loop, OptimStep("a", 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
+    late = taken(loop, scored(PATHS[0], named=_named(1)))
+    work_all(loop)
+    assert all(future.result(0) for future in (*waiting, step, late))
+    asked = [call for call in _ranks(loop).asked if call[0] in ("add_gradient", "step_model")]
+    numbers = [call[2] if call[0] == "add_gradient" else "step" for call in asked]
+    assert numbers == [6, 1, 1, 2, 1, "step", 1]
+
+
+def _named(width: int) -> np.ndarray | None:
+    """Named tokens for `PROMPT`; None for a width of 0."""
+    return np.zeros((len(PROMPT) - 1, width), np.int32) if width else None
 
 
 def test_a_snapshot_whose_prompts_wait_does_not_generate(loop: Turns) -> None:

@@ -1,6 +1,6 @@
-"""The figure of memory: what counts as in use, which ranks, which points. The number of steps."""
+"""The figure of memory: what counts as in use, which ranks, which points. Steps, and models."""
 
-from hybridrl.telemetry.figures import memory, tiles
+from hybridrl.telemetry.figures import charts, memory, tiles
 from hybridrl.telemetry.rundata import RunData, StepKey
 from hybridrl.telemetry.trace import Counter
 
@@ -64,3 +64,12 @@ def test_the_problems_of_a_run_are_counted() -> None:
     (problems,) = tiles(RunData(name="run", directory="run", metrics=of_step, events=restarts))
     assert (problems["label"], problems["text"]) == ("Problems", "4")
     assert problems["note"] == "1 restart, 2 samples aborted, 1 reward error"
+
+
+def test_the_last_models_that_have_stepped_have_curves() -> None:
+    """Newer models without a step take no curve away."""
+    made = [{"kind": "model", "model": f"m{i}", "what": "created"} for i in range(40)]
+    rows = {StepKey(i, "rl", i): {f"loss/m{i}": 1.0} for i in range(20)}
+    shown = charts(RunData(name="run", directory="run", metrics=rows, events=made))
+    (chart,) = [chart for chart in shown if chart["id"] == "model/loss"]
+    assert [curve["label"] for curve in chart["series"]] == [f"m{i}" for i in range(4, 20)]

@@ -48,8 +48,15 @@ def test_every_model_has_a_curve_of_what_it_did(viewer: Any, tmp_path: Path) -> 
                 "loss",
                 *(f"loss/{model}" for model in models),
             ]
-            last = page.locator('[data-chart="model/response_tokens_mean"] .last').inner_text()
-            assert last == "last 1.00 tokens"
+            lengths = page.locator('[data-chart="model/response_tokens_mean"]')
+            assert lengths.locator(".legend span").all_inner_texts() == [
+                "one:train:0 1.00",
+                "two:train:0 1.00",
+            ]
+            colors = lengths.locator("path.raw").evaluate_all(
+                "paths => paths.map(path => getComputedStyle(path).stroke)"
+            )
+            assert len({*colors}) == len(models)
             page.close()
     assert viewer.errors == []
 

@@ -101,7 +101,7 @@ class ClientModels:
 
     @contextmanager
     def holding(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within, the engine has the weights that `snapshot` has given, to compute with."""
+        """Lend the engine weights that `snapshot` has given, for forward passes in this context."""
         with self._aside():
             self.engine.memory.changed()
             for name, shard in self._trained():

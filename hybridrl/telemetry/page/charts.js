@@ -152,8 +152,20 @@ function domain(chart) {
   return [low, high];
 }
 
-// With `time`, x are seconds and the points belong to no step.
-// chart: {id, title, unit, hero, time, range, series: [{key, label, points: [{x, y, phase, step}]}],
+const color = (index) => `var(--c${index % 8})`;
+const swatch = (index) => make("i", { style: `background:${color(index)}` });
+const lastOf = (series) => series.points.filter((p) => p.y !== null).at(-1);
+
+// The last value of every series, by its color; a long name of a session is cut.
+function valuesBySeries(chart) {
+  const named = (s) => make("span", { title: s.label }, swatch(s.color), `${s.label.replace(/^([^:]{6})[^:]{2,}/, "$1…")} `,
+    make("b", { "data-key": s.key }, lastOf(s) ? number(lastOf(s).y) : "–"));
+  return make("div", { class: "legend" }, ...chart.series.map(named));
+}
+
+// With `time`, x are seconds and the points belong to no step. Series of equal standing have a `color`
+// each, a number, and a legend; without one the first is the main one.
+// chart: {id, title, unit, hero, time, range, series: [{key, label, color, points: [{x, y, phase, step}]}],
 //         band: [{x, low, high, phase}], band_label}; phases: [{name, label, first, last}].
 function lineChart(chart, phases) {
   const all = chart.series.flatMap((s) => s.points);
@@ -174,10 +186,12 @@ function lineChart(chart, phases) {
     if (chart.hero) paintEnds(f, chart.series, width >= 600);
     hover(box, f, chart, xs, height);
   });
-  const value = last && make("span", { class: "last", "data-key": chart.series[0].key, "data-value": last.y },
+  const equals = chart.series.length > 1 && chart.series[0].color !== undefined;
+  const value = !equals && last && make("span", { class: "last", "data-key": chart.series[0].key, "data-value": last.y },
     "last ", make("b", {}, number(last.y)), chart.unit ? ` ${chart.unit}` : "");
   return make("section", { class: "card chart", "data-chart": chart.id, "data-window": window },
-    make("div", { class: "top" }, make("h3", {}, chart.title), value || null), box);
+    make("div", { class: "top" }, make("h3", {}, chart.title), value || (equals && chart.unit ? make("span", { class: "last" }, chart.unit) : null)), box,
+    equals ? valuesBySeries(chart) : null);
 }
 
 function paintPhase(f, phase, x, labelled) {
@@ -204,19 +218,21 @@ function paintBand(f, band) {
 }
 
 function paintSeries(f, series, index, window, dots) {
-  const second = index ? " second" : "";
+  const colored = series.color !== undefined;
+  const second = (colored ? series.color >= 8 : index) ? " second" : "";
+  const style = colored ? `stroke:${color(series.color)}` : null;
   for (const run of runs(series.points)) {
-    const raw = draw("path", { class: `raw ${run.phase}${window > 1 ? " under" : ""}${second}`, "data-key": series.key, d: path(run.points, f.sx, f.sy) });
+    const raw = draw("path", { class: `raw ${run.phase}${window > 1 ? " under" : ""}${second}`, style, "data-key": series.key, d: path(run.points, f.sx, f.sy) });
     // Points that belong to the run itself, without the one that joins it to the phase before.
     raw.setAttribute("data-points", run.points.length - (run.joined ? 1 : 0));
     f.svg.append(raw);
     if (window > 1) {
       const own = run.joined ? run.points.slice(1) : run.points;
-      f.svg.append(draw("path", { class: `mean ${run.phase}`, d: path(runningMean(own, window), f.sx, f.sy) }));
+      f.svg.append(draw("path", { class: `mean ${run.phase}${second}`, style, d: path(runningMean(own, window), f.sx, f.sy) }));
     }
     const alone = run.points.length === 1;
     for (const p of dots || alone ? run.points.slice(run.joined ? 1 : 0) : []) {
-      f.svg.append(draw("circle", { class: run.phase, cx: f.sx(p.x), cy: f.sy(p.y), r: dots ? 3.2 : 2.2 }));
+      f.svg.append(draw("circle", { class: run.phase, style, cx: f.sx(p.x), cy: f.sy(p.y), r: dots ? 3.2 : 2.2 }));
     }
   }
   for (const p of series.points.filter((p) => p.y === null)) {

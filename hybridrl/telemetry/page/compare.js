@@ -2,14 +2,12 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const AXES = [["step", "step"], ["tokens", "tokens trained"], ["seconds", "seconds since the start"]];
-const color = (index) => `var(--c${index % 8})`;
 let axis = 0;
 
 function section(title, lead, ...content) {
   page.append(make("h2", {}, title), lead ? make("p", { class: "lead" }, lead) : "", ...content);
 }
 
-const swatch = (index) => make("i", { style: `background:${color(index)}` });
 const legend = () => make("span", { class: "legend", id: "legend" },
   ...data.groups.map((group, i) => make("span", {}, swatch(i), group.label)));
 
