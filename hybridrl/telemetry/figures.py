@@ -177,8 +177,8 @@ def charts(run: RunData) -> list[dict[str, Any]]:
 
 def _models(run: RunData) -> list[str]:
     """The models of a server's clients, in the order in which they were made."""
-    made = (event for event in run.events if event.get("kind") == "model")
-    return list(dict.fromkeys(str(event.get("model")) for event in made))
+    created = (event for event in run.events if event.get("kind") == "model")
+    return list(dict.fromkeys(str(event.get("model")) for event in created))
 
 
 def _by_model(run: RunData, models: list[str]) -> list[dict[str, Any]]:

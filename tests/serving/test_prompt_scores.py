@@ -116,7 +116,7 @@ def _named(width: int) -> np.ndarray | None:
 
 
 def test_a_snapshot_whose_prompts_wait_does_not_generate(loop: Turns) -> None:
-    """Of another request nothing is left to draw: the ranks go to TRAIN without patience."""
+    """Another request has nothing left to draw: the ranks go to TRAIN without patience."""
     drawn = taken(loop, replace(scored(PATHS[0]), prompt_logprobs=False))
     loop.work()
     waiting = taken(loop, scored(PATHS[0]))

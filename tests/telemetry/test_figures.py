@@ -68,8 +68,8 @@ def test_the_problems_of_a_run_are_counted() -> None:
 
 def test_the_last_models_that_have_stepped_have_curves() -> None:
     """Newer models without a step take no curve away."""
-    made = [{"kind": "model", "model": f"m{i}", "what": "created"} for i in range(40)]
+    events = [{"kind": "model", "model": f"m{i}", "what": "created"} for i in range(40)]
     rows = {StepKey(i, "rl", i): {f"loss/m{i}": 1.0} for i in range(20)}
-    shown = charts(RunData(name="run", directory="run", metrics=rows, events=made))
+    shown = charts(RunData(name="run", directory="run", metrics=rows, events=events))
     (chart,) = [chart for chart in shown if chart["id"] == "model/loss"]
     assert [curve["label"] for curve in chart["series"]] == [f"m{i}" for i in range(4, 20)]
