@@ -12,8 +12,11 @@ import numpy as np
 from hybridrl.config.serve import ServeConfig
 from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.loop import Turns
-from hybridrl.serving.requests import ClientAnswer, ClientRequest, ServedModel
+from hybridrl.serving.requests import ClientAnswer, ClientRequest, Datum, ServedModel
 from hybridrl.workers.serving import DrawnResponse, DrawnSample, ScoredTokens, TokenScores
+
+IDS = np.arange(3, dtype=np.int32)
+DATUM = Datum(IDS, IDS, {"weights": np.ones(3, np.float32)})
 
 SERVED = ServedModel("tiny", "tiny", max_tokens=64, lora_rank=4, vocab=32, trained="adapters")
 

@@ -9,17 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from serve_backends import FakeBackend
-from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of
+from serve_ranks import DATUM, IDS, SERVED, FakeRanks, answered, taken, turns_of
 
 from hybridrl.config import ServeConfig
 from hybridrl.serving.checkpoints import CheckpointFiles
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import (
     CreateModel,
-    Datum,
     Delete,
     DropSamples,
     Expire,
@@ -35,10 +33,7 @@ from hybridrl.serving.requests import (
 )
 from hybridrl.serving.server import in_thread, listener
 
-IDS = np.arange(3, dtype=np.int32)
-GRADIENT = ForwardBackward(
-    "a", (Datum(IDS, IDS, {"weights": np.ones(3, np.float32)}),), "cross_entropy", {}, True
-)
+GRADIENT = ForwardBackward("a", (DATUM,), "cross_entropy", {}, True)
 STEP = OptimStep("a", 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 

@@ -3,13 +3,11 @@
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-from serve_ranks import FakeRanks, answered, taken, turns_of, work_all
+from serve_ranks import DATUM, IDS, FakeRanks, answered, taken, turns_of, work_all
 
 from hybridrl.serving.requests import (
     CreateModel,
-    Datum,
     ForwardBackward,
     OptimStep,
     SampleRequest,
@@ -18,8 +16,6 @@ from hybridrl.serving.requests import (
     Unload,
 )
 
-IDS = np.arange(3, dtype=np.int32)
-DATUM = Datum(IDS, IDS, {"weights": np.ones(3, np.float32)})
 STEPPED = {"bad_step": 0.0, "grad_norm": 2.0, "lr": 0.1}
 
 

@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from serve_ranks import FakeRanks, answered, turns_of
+from serve_ranks import DATUM, IDS, FakeRanks, answered, turns_of
 from watched import served
 
 from hybridrl.config import TelemetryConfig
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import (
     CreateModel,
-    Datum,
     ForwardBackward,
     OptimStep,
     SampleRequest,
@@ -21,8 +19,6 @@ from hybridrl.serving.requests import (
 )
 from hybridrl.telemetry.run import Telemetry
 
-IDS = np.arange(3, dtype=np.int32)
-DATUM = Datum(IDS, IDS, {"weights": np.ones(3, np.float32)})
 CHARTS = ["loss", "grad_norm", "response_tokens_mean", "wait_s", "sample_wait_s", "switches"]
 
 
