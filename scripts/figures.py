@@ -28,6 +28,8 @@ _KINDS = (  # heading of the table, what stands behind a value, the records' `em
     ("emulated figure", " (emulated)", True),
     ("predicted figure", " (predicted)", False),
 )
+_NOT_ON_THE_PAGE = ("async_", "learning_", "plan_step_train_", "plan_step_split_")
+"""How names of figures begin that docs/async.md shows, or the files alone."""
 BEGIN, END = "<!-- figures: scripts/figures.py writes this -->", "<!-- end of figures -->"
 
 
@@ -85,7 +87,12 @@ def tables(folder: Path) -> str:
     for bench in benches:
         machine = distinct.index(bench["machine"]) + 1
         lines.append(f"| `{bench['command']}` | {bench['date']} | {bench['commit']} | {machine} |")
-    records = [record for bench in benches for record in bench["figures"]]
+    records = [
+        record
+        for bench in benches
+        for record in bench["figures"]
+        if not record["name"].startswith(_NOT_ON_THE_PAGE)
+    ]
     for heading, mark, emulated in _KINDS:
         own = [record for record in records if record.get("emulated") is emulated]
         lines += _table(heading, [_cells(record, mark) for record in own if _is_figure(record)])

@@ -19,6 +19,7 @@ print(json.dumps({"name": "e_vs_f", "value": 7200, "unit": "tokens/s", "ratio": 
 print(json.dumps({"name": "g_vs_h", "ratio": 0.5, "ratio_bound": 0.4}))
 print(json.dumps({"name": "i", "value": 4, "unit": "ms", "bound_s": 0.003, "of_bound": 0.75}))
 print(json.dumps({"name": "j", "value": 5, "unit": "s", "datasheet": 4.5, "emulated": False}))
+print(json.dumps({"name": "async_k", "value": 6, "unit": "s"}))
 print(json.dumps({"name": "took", "s": 3}))
 sys.exit(int(sys.argv[1]))
 """
@@ -50,7 +51,7 @@ def test_a_bench_is_kept_and_shown(
     assert kept["command"] == "make bench-mine ARGS=0"
     assert re.fullmatch(r"\d+ CPUs \(.*\), \d+ GB, .*, torch [\d.]+\S*", kept["machine"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", kept["date"])
-    names = ["a_vs_b", "c_vs_d", "e_vs_f", "g_vs_h", "i", "j", "took"]
+    names = ["a_vs_b", "c_vs_d", "e_vs_f", "g_vs_h", "i", "j", "async_k", "took"]
     assert [record["name"] for record in kept["figures"]] == names
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n")
@@ -80,6 +81,7 @@ after
 """
     )
     assert "took" not in page
+    assert "async_k" not in page  # docs/async.md shows it
     assert "old" not in page
 
 
