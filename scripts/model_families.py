@@ -344,8 +344,13 @@ def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
 
 def documented() -> dict[str, tuple[str, ...]]:
     """The rows of docs/models.md, by family."""
-    lines = [tuple(line.strip("| ").split(" | ")) for line in DOCS.read_text().splitlines()]
-    return {cells[0]: cells for cells in lines if len(cells) == len(COLUMNS)}
+    lines = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines()]
+    return {
+        family: (family, *answers)
+        for families, *answers in lines
+        if len(answers) == len(COLUMNS) - 1
+        for family in families.split(", ")
+    }
 
 
 def find_vllm() -> bool:
@@ -377,9 +382,13 @@ def print_vllm(families: Sequence[str]) -> None:
 
 
 def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:
-    """The table in Markdown."""
+    """The table in Markdown: families of equal answers share a row."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for (family, *answers), _ in rows:
+        families.setdefault(tuple(answers), []).append(family)
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells, _ in rows)])
+    lines += [f"| {', '.join(f)} | {' | '.join(answers)} |" for answers, f in families.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
