@@ -83,10 +83,10 @@ def tables(folder: Path) -> str:
     benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     distinct = list(dict.fromkeys(bench["machine"] for bench in benches))
     lines = [f"{i}. {machine}" for i, machine in enumerate(distinct, 1)]
-    lines += ["", "| bench | date | commit | machine |", "|---|---|---|---|"]
+    lines += ["", "| bench | date | machine |", "|---|---|---|"]
     for bench in benches:
         machine = distinct.index(bench["machine"]) + 1
-        lines.append(f"| `{bench['command']}` | {bench['date']} | {bench['commit']} | {machine} |")
+        lines.append(f"| `{bench['command']}` | {bench['date']} | {machine} |")
     records = [
         record
         for bench in benches
@@ -106,7 +106,7 @@ def _table(heading: str, rows: list[list[str]]) -> list[str]:
     """
     if not rows:
         return []
-    header = [heading, "ours", "over the baseline", "bound", "of the bound"]
+    header = [heading, "ours", "over the baseline"]
     filled = [column for column in range(len(header)) if any(row[column] for row in rows)]
     head, *body = (f"| {' | '.join(row[column] for column in filled)} |" for row in (header, *rows))
     return ["", head, f"|{'---|' * len(filled)}", *body]
@@ -118,19 +118,16 @@ def _is_figure(record: dict[str, Any]) -> bool:
 
 
 def _cells(record: dict[str, Any], mark: str) -> list[str]:
-    """Return the cells of a figure, its value with the `mark`.
+    """Return the cells of a figure: its name, its value with the `mark` and its bound, its ratio.
 
     A bound is in the value's unit, in seconds, or of the ratio; a prediction's is the datasheet's.
     """
     unit = f" {record.get('unit', '')}"
     bounds = {"bound": unit, "datasheet": unit, "bound_s": " s", "ratio_bound": " of the baseline"}
-    return [
-        f"`{record['name']}`",
-        _number(record.get("value"), unit + mark),
-        _number(record.get("ratio")),
-        "".join(_number(record.get(key), unit) for key, unit in bounds.items()),
-        _number(record.get("of_bound")),
-    ]
+    bound = "".join(_number(record.get(key), unit) for key, unit in bounds.items())
+    reached = _number(record.get("of_bound"), " of the ")
+    ours = [_number(record.get("value"), unit + mark), bound and f"{reached}bound {bound}"]
+    return [f"`{record['name']}`", ", ".join(filter(None, ours)), _number(record.get("ratio"))]
 
 
 def _number(value: float | None, behind: str = "") -> str:
