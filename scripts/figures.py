@@ -76,17 +76,16 @@ def commit() -> str:
 
 
 def tables(folder: Path) -> str:
-    """Return tables of the kept benches and of their figures, for docs/benchmarks.md.
+    """Return the kept benches by machine, and tables of their figures, for docs/benchmarks.md.
 
     What was measured, what is emulated, and what is predicted have tables apart from each other.
     """
     benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    distinct = list(dict.fromkeys(bench["machine"] for bench in benches))
-    lines = [f"{i}. {machine}" for i, machine in enumerate(distinct, 1)]
-    lines += ["", "| bench | date | machine |", "|---|---|---|"]
+    by_machine: dict[str, list[str]] = {}
     for bench in benches:
-        machine = distinct.index(bench["machine"]) + 1
-        lines.append(f"| `{bench['command']}` | {bench['date']} | {machine} |")
+        named = f"`{bench['command']}` ({bench['date']})"
+        by_machine.setdefault(bench["machine"], []).append(named)
+    lines = [f"- {machine}: {', '.join(named)}" for machine, named in by_machine.items()]
     records = [
         record
         for bench in benches
