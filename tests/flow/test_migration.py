@@ -341,7 +341,7 @@ def test_training_waits_for_the_longest_of_its_group() -> None:
     ],
 )
 def test_the_example_of_the_docs(train_s: float, expected: dict[str, float]) -> None:
-    """docs/schedules.md, Choosing."""
+    """docs/tail.md, Choosing."""
     lengths = [2, 2, 4, 40]
     costs = Costs(step_s=1.0, wide_step_s={2: 0.7}, kv_call_s=1.0, prefill_token_s=1.0)
     training = training_arrivals(lengths, [2, 40], train_s)
