@@ -6,7 +6,8 @@
 - `vllm_switch_s_vs_reload`: on two ranks, FSDP shards to tensor parallelism, shard by shard,
   against every parameter gathered whole on every rank and handed to vLLM's `reload_weights`.
 
-Sides take turns in one process. Prints one JSON object a line.
+The first two are measured with `--samples` rows and with 8. Sides take turns in one process. Prints
+one JSON object a line.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.shard import GenParallel
 
 BLOCK = 32
+FEW = 8
+"""Rows of a tail, measured beside `--samples` of them."""
 
 
 class Rank:
@@ -86,8 +90,8 @@ class Rank:
                 yield "lm_head.weight", full  # else the CPU backend keeps its old packed head
 
 
-def own_sampler(rank: Rank, prompts: list[list[int]], new: int) -> Callable[[], int]:
-    """An engine of vLLM's as it comes: seeds, its sampler, its log-probabilities."""
+def own_sampler(rank: Rank, new: int) -> Callable[[list[list[int]]], int]:
+    """An engine of vLLM's as it comes, for prompts: seeds, its sampler, its log-probabilities."""
     from vllm import EngineArgs, SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -110,7 +114,7 @@ def own_sampler(rank: Rank, prompts: list[list[int]], new: int) -> Callable[[], 
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": rank._whole()})
     calls = iter(range(10**9))
 
-    def run() -> int:
+    def run(prompts: list[list[int]]) -> int:
         for i, prompt in enumerate(prompts):
             params = SamplingParams(
                 temperature=1.0, seed=i, logprobs=0, max_tokens=new, ignore_eos=True,
@@ -132,13 +136,8 @@ def rates(rank: Rank) -> None:
     native = NativeEngine(rank.config, parallel=GenParallel(), **rank.settings())
     moves = LayerwiseSwitch(rank.plan(1).plan, dist.get_rank(), args.dtype, rank.device)
     moves.switch(rank.train.named_shards(), native.load)
-    prompts = torch.randint(2, rank.config.vocab_size, (args.samples, args.prompt)).tolist()
-    lengths = [args.new] * args.samples
-    sides = {
-        "vllm": lambda: run_engine(rank.vllm, prompts, lengths),
-        "native": lambda: run_engine(native, prompts, lengths),
-        "own_sampler": own_sampler(rank, prompts, args.new),
-    }
+    every = torch.randint(2, rank.config.vocab_size, (args.samples, args.prompt)).tolist()
+    sampler = own_sampler(rank, args.new)
 
     def rate(run: Callable[[], int]) -> Callable[[], float]:
         def measure() -> float:
@@ -147,11 +146,19 @@ def rates(rank: Rank) -> None:
 
         return measure
 
-    measured = take_turns({name: rate(run) for name, run in sides.items()}, args.rounds)
-    about = {"samples": args.samples, "new": args.new, "dtype": str(args.dtype)}
-    for other in ("native", "own_sampler"):
-        name = f"vllm_tokens_per_s_vs_{other}"
-        show(line(name, "tokens/s", "higher", measured["vllm"], measured[other], **about))
+    for rows in (args.samples, FEW):
+        prompts, lengths = every[:rows], [args.new] * rows
+        sides = {
+            "vllm": partial(run_engine, rank.vllm, prompts, lengths),
+            "native": partial(run_engine, native, prompts, lengths),
+            "own_sampler": partial(sampler, prompts),
+        }
+        measured = take_turns({name: rate(run) for name, run in sides.items()}, args.rounds)
+        about = {"samples": rows, "new": args.new, "dtype": str(args.dtype)}
+        at = f"_{rows}_rows" if rows == FEW else ""
+        for other in ("native", "own_sampler"):
+            name = f"vllm_tokens_per_s{at}_vs_{other}"
+            show(line(name, "tokens/s", "higher", measured["vllm"], measured[other], **about))
 
 
 def switches(rank: Rank) -> None:
