@@ -190,7 +190,6 @@ class CostMeter:
             kv_token_s=kv * own.kv_token_s,
             kv_call_s=kv * own.kv_call_s,
             train_token_s=self._known(_TRAIN),
-            fused_train_token_s=self._scale(_TRAIN) * own.fused_train_token_s,
             switch_s=self._known(_SWITCH),
             train_switch_s=self._known(_TRAIN_SWITCH),
             round_trip_s=self._known(_ROUND_TRIP),

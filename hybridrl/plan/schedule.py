@@ -179,11 +179,7 @@ def variants(setting: Setting) -> list[Variant]:
             lines.append(Variant("no migration", plain, never))
         lines.append(Variant("", plain, config))
         every, names = Variant("all", plain, config), 0
-        if fused_s := plain.costs.fused_train_token_s:
-            costs = replace(plain.costs, train_token_s=fused_s)
-            lines.append(Variant("fused updates", replace(plain, costs=costs), config))
-            every, names = replace(every, setting=lines[-1].setting), names + 1
-        elif early := config.with_early_backward():  # which needs an actor without a pipeline
+        if early := config.with_early_backward():
             lines.append(Variant("early backward", plain, early))
             every, names = replace(every, config=early), names + 1
         if config.entry.migrates_tail and setting.widths:

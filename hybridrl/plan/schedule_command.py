@@ -11,17 +11,10 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
+from hybridrl.costs.mapping import ACTOR
 from hybridrl.costs.push import PushCosts, push_costs
-from hybridrl.costs.roofline import (
-    Roofline,
-    layouts_of,
-    read_roofline,
-    roles_of,
-    samples_held,
-    with_pipelines,
-)
+from hybridrl.costs.roofline import Roofline
 from hybridrl.flow.conversations import TURNS, read_conversations
-from hybridrl.flow.mapped_work import step_samples
 from hybridrl.flow.workload import (
     LENGTHS,
     Shape,
@@ -52,8 +45,6 @@ Replays response lengths under every schedule, in virtual time.
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
   conversations      --turns={TURNS}
                      lengths are then the model's own tokens
-  updates in a plan  --costs=gpu:model=13b,critic=13b,total=64,pp=4[,critic_pp=2][,tp=8]
-                     [,mini_batches=8]: actor and critic in pipelines
   separate ranks     --rollout=auto or a number of ranks that generate and do not train
   speculation        --speculate=auto or a number of tokens, with accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
@@ -168,8 +159,6 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     if texts["speculate"] is not None and setting.drafting is None:
         allowed = known_guesses("--lengths", "--costs")
         raise ConfigError("--speculate", texts["speculate"], allowed)
-    if (text := texts["costs"] or "").startswith("gpu:"):
-        setting = _with_pipelines(setting, text)
     if texts["rollout"] is not None:
         setting = _with_splits(setting, texts["rollout"], texts["costs"], run)
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
@@ -247,33 +236,21 @@ def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:
     if own or not text.startswith("gpu:"):
         facts = read_costs(run if own else Path(text))
         return facts | {"widths": tuple(sorted(facts["costs"].wide_step_s))}
-    _, num_instances, actor, _, gpus = read_roofline(text)
+    named = Roofline.of(text)
+    num_instances, heads = named.instances, named.trained[ACTOR].heads
     doublings = [2**n for n in range(1, num_instances.bit_length()) if 2**n <= num_instances]
-    widths = tuple(width for width in doublings if actor.heads % (width * gpus) == 0)
-    costs, num_instances, actor, accelerator, gpus = read_roofline(text, widths=widths)
+    widths = tuple(width for width in doublings if heads % (width * named.gpus) == 0)
     longest = max(g.prompt_tokens + max(g.lengths) for g in workload.groups)
-    held = samples_held(actor, accelerator, gpus, longest)
+    held = named.samples_held(longest)
     if held < 1:
         allowed = f"accelerators that hold the weights and {longest} tokens of cache"
         raise ConfigError("--costs", text, allowed)
-    facts = {"costs": costs, "num_instances": num_instances, "max_held": min(256, held)}
-    return facts | {"widths": widths}
-
-
-def _with_pipelines(setting: Setting, text: str) -> Setting:
-    """With the updates of a roofline's pipelines, if it has any. Raises `ConfigError`."""
-    named = Roofline.of(text)
-    if not named.pp:
-        return setting
-    samples = step_samples(setting.workload, setting.group_size)
-    try:
-        layouts = layouts_of(named, setting.chunk_tokens)
-        sizes = named.accelerator, roles_of(named), layouts, samples
-        costs = with_pipelines(setting.costs, *sizes, mini_batches=named.mini_batches)
-    except ValueError as error:
-        allowed = f"pipelines that divide ranks, layers and heads, not {error}"
-        raise ConfigError("--costs", text, allowed) from None
-    return replace(setting, costs=costs)
+    return {
+        "costs": named.costs(widths),
+        "num_instances": num_instances,
+        "max_held": min(256, held),
+        "widths": widths,
+    }
 
 
 def _measured(run: Path) -> Measured | None:

@@ -14,7 +14,7 @@ from hybridrl.config import (
 from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
 from hybridrl.costs.push import PushCosts, push_costs
-from hybridrl.costs.roofline import Roofline, read_roofline
+from hybridrl.costs.roofline import Roofline
 from hybridrl.flow.conversations import ConversationModel, read_conversations
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -86,17 +86,11 @@ def _costs(config: Config) -> Costs:
         return costs
     ranks = _model_ranks(config)
     gpus = config.rollout.layout.ranks
-    widths = emulated_widths(config)
-    costs, instances, *_ = _of_key(
-        "cluster.costs", lambda: read_roofline(text, gpus, ranks, widths)
-    )
-    if Roofline.of(text).pp:
-        allowed = "no pp: trainer.layout and roles.critic.layout have the run's pipelines"
-        raise ConfigError("cluster.costs", text, allowed)
-    if instances != ranks // gpus:
+    named = _of_key("cluster.costs", lambda: Roofline.of(text, gpus, ranks))
+    if named.instances != ranks // gpus:
         allowed = f"a roofline of {ranks // gpus} instances of {gpus}, as the run's ranks are"
         raise ConfigError("cluster.costs", text, allowed)
-    return costs
+    return named.costs(emulated_widths(config))
 
 
 def _model_ranks(config: Config) -> int:

@@ -20,7 +20,7 @@ from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
 from hybridrl.costs.instance import LONGEST_DRAFT, Costs
-from hybridrl.costs.roofline import read_roofline
+from hybridrl.costs.roofline import Roofline
 from hybridrl.plan.schedule import Setting, replay
 from hybridrl.preflight.prepare import prepare
 from hybridrl.workers.emulation import scaled
@@ -166,12 +166,12 @@ def case_costs(case: Case, stages: Sequence[str]) -> Costs:
     A roofline has that with a critic alone. Then the critic's training is left out.
     """
     if "critic=" in case.costs:
-        costs, *_ = read_roofline(case.costs, case.instance, case.ranks, case.widths)
+        costs = Roofline.of(case.costs, case.instance, case.ranks).costs(case.widths)
         return costs
     model = case.costs.removeprefix("gpu:").split(",")[0].removeprefix("model=")
     text = f"{case.costs},critic={model}" if "reward" in stages else case.costs
-    with_critic, *_ = read_roofline(text, case.instance, case.ranks, case.widths)
-    alone, *_ = read_roofline(case.costs, case.instance, case.ranks)
+    with_critic = Roofline.of(text, case.instance, case.ranks).costs(case.widths)
+    alone = Roofline.of(case.costs, case.instance, case.ranks).costs()
     return replace(with_critic, train_token_s=alone.train_token_s)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError, compose
-from hybridrl.costs.roofline import read_roofline
+from hybridrl.costs.roofline import Roofline
 from hybridrl.driver import train as runs
 from hybridrl.flow.executor import Scope
 from hybridrl.preflight.placement import check_placement, graphs_of, scope_of
@@ -111,7 +111,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     # Of a file: no GPU holds what a rank of such small pools would.
     costs = tmp_path_factory.mktemp("costs") / "costs.json"
-    modeled, *_ = read_roofline("gpu:model=8b,critic=8b", gpus=1, total=2)
+    modeled = Roofline.of("gpu:model=8b,critic=8b", gpus=1, total=2).costs()
     costs.write_text(json.dumps({"costs": modeled.to_json()}))
 
     @functools.cache

@@ -24,7 +24,7 @@ from hybridrl.config import (
 )
 from hybridrl.costs.devices import MODELS
 from hybridrl.costs.instance import Costs, Drafting
-from hybridrl.costs.roofline import read_roofline
+from hybridrl.costs.roofline import Roofline
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -756,7 +756,7 @@ def test_a_roofline_by_hand() -> None:
     compute; then it casts 12 bytes of each weight and steps 28 bytes of each of its own.
     """
     llama = MODELS["13b"]
-    costs, *_ = read_roofline("gpu:model=13b,gpus=8,total=256")
+    costs = Roofline.of("gpu:model=13b,gpus=8,total=256").costs()
     read, host = 26.03e9 - 2 * 32_000 * 5120, 6.5e-6 * 3
     assert costs.step_s == pytest.approx(read / (0.7 * 26.8e12) + 80 * 15e-6 + host, rel=1e-3)
     layer, tokens, scored, pairs = 4 * 5120**2 + 3 * 5120 * 13_824, 8192, 6144, 8 * 1024 * 1025 / 2
@@ -786,12 +786,11 @@ def test_a_roofline_by_hand() -> None:
         "gpu:model=8b,gpus=48,total=96",
         "gpu:model=13b,critic=1b",
         "gpu:model=13b,pp=2",
-        "gpu:model=13b,critic=13b,pp=0",
     ],
 )
 def test_wrong_rooflines_are_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="--costs"):
-        read_roofline(wrong)
+        Roofline.of(wrong)
 
 
 # -- the command -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hybridrl.config.schedule import ParkedKV
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.push import PushCosts, push_costs
+from hybridrl.costs.roofline import Roofline
 from hybridrl.flow.workload import Shape, read_workload
 from hybridrl.plan.schedule import Setting, replay
 from hybridrl.plan.schedule_command import run
@@ -146,3 +147,11 @@ def test_the_command_adds_the_best_split_of_each():
 def test_splits_that_do_not_fit_are_refused(text):
     with pytest.raises(ConfigError, match=r"--rollout.*a multiple of 2 from 2 to 6, of 8 ranks"):
         run([*HERE, f"--rollout={text}"], lambda done, of: None)
+
+
+def test_updates_may_take_a_multiple_of_their_roofline():
+    """Nothing else changes."""
+    plain = Roofline.of("gpu:model=13b,critic=7b,total=32").costs()
+    longer = Roofline.of("gpu:model=13b,critic=7b,total=32,train_times=6").costs()
+    assert longer == replace(plain, train_token_s=longer.train_token_s)
+    assert longer.train_token_s == pytest.approx(6 * plain.train_token_s)
