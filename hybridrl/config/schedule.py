@@ -1,7 +1,6 @@
 """When and where each sample's next subtask runs: a dataclass and an entry for each schedule."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
@@ -122,14 +121,6 @@ class ScheduleConfig:
         """So many times the prompts that a step trains on are generated at a time."""
         return 1.0
 
-    def with_early_backward(self) -> "ScheduleConfig | None":
-        """Return this schedule with training while samples are generated, if it has that."""
-        return None
-
-    def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
-        """Return this schedule at each migration threshold; none without `migrates_tail`."""
-        return ()
-
 
 @dataclass(kw_only=True, slots=True)
 class AutoScheduleConfig(ScheduleConfig):
@@ -185,14 +176,6 @@ class FusedScheduleConfig(ScheduleConfig):
     def trains_early(self) -> bool:
         """Whether training may begin while samples are generated."""
         return self.early_backward is EarlyBackward.auto
-
-    def with_early_backward(self) -> "ScheduleConfig | None":
-        """Return this schedule with training while samples are generated."""
-        return replace(self, early_backward=EarlyBackward.auto)
-
-    def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
-        """Return this schedule at each migration threshold."""
-        return [replace(self, migration_threshold=threshold) for threshold in thresholds]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import ScheduleConfig
+from hybridrl.config import EarlyBackward, FusedScheduleConfig, ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
@@ -137,10 +137,6 @@ class Outcome:
     """Share of the instances' time before the update in which they are idle."""
     migrated: float
     """Samples that changed instance, a step."""
-    trained_early: float
-    """Samples that were trained before the barrier, a step."""
-    widened: float
-    """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
     decode_s: float
@@ -174,24 +170,23 @@ def variants(setting: Setting) -> list[Variant]:
     guesses = replace(plain, costs=replace(plain.costs, drafting=setting.drafting))
     lines: list[Variant] = []
     for config in setting.schedules:
-        if config.entry.migrates_tail and config.fixed_threshold is None:
-            (never,) = config.at_thresholds([0])
+        fused = config if isinstance(config, FusedScheduleConfig) else None
+        if fused and fused.migration_threshold is None:
+            never = replace(fused, migration_threshold=0)
             lines.append(Variant("no migration", plain, never))
         lines.append(Variant("", plain, config))
-        every, names = Variant("all", plain, config), 0
-        if early := config.with_early_backward():
-            lines.append(Variant("early backward", plain, early))
-            every, names = replace(every, config=early), names + 1
-        if config.entry.migrates_tail and setting.widths:
-            lines.append(Variant("wide tail", replace(plain, widths=setting.widths), config))
-            wide = replace(every.setting, widths=setting.widths)
-            every, names = replace(every, setting=wide), names + 1
+        early = replace(fused, early_backward=EarlyBackward.auto) if fused else config
+        widths = setting.widths if fused else ()
+        mechanisms = []
+        if fused:
+            mechanisms.append(Variant("early backward", plain, early))
+        if widths:
+            mechanisms.append(Variant("wide tail", replace(plain, widths=widths), config))
         if setting.drafting is not None:
-            lines.append(Variant("speculation", guesses, config))
-            costs = replace(every.setting.costs, drafting=setting.drafting)
-            every, names = replace(every, setting=replace(every.setting, costs=costs)), names + 1
-        if names > 1:
-            lines.append(every)
+            mechanisms.append(Variant("speculation", guesses, config))
+        lines += mechanisms
+        if len(mechanisms) > 1:
+            lines.append(Variant("all", replace(guesses, widths=widths), early))
     return lines
 
 
@@ -225,35 +220,16 @@ def mapped_setting(
 def what_if(
     setting: Setting, on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Outcome]:
-    """Every schedule alone and with its mechanisms; one that migrates also at the best threshold.
+    """Every schedule alone and with its mechanisms.
 
-    That is searched among powers of two, halves between them, and the modeled threshold.
     `on_progress` gets the replays done and their total.
     """
-    lines = variants(setting)
-    num_searches = sum(len(_thresholds(setting.num_samples)) + 1 for v in lines if _searched(v))
-    done, total, outcomes = 0, len(lines) + num_searches, []
-    logger.debug("replaying %d thresholds", num_searches)
-    for line in lines:
+    lines, outcomes = variants(setting), []
+    for done, line in enumerate(lines, 1):
         outcome = replay(line.setting, line.config)
-        done += 1
-        on_progress(done, total)
         outcomes.append(replace(outcome, mechanisms=line.mechanisms))
-        if _searched(line):
-            tried = []
-            thresholds = {*_thresholds(setting.num_samples), outcome.threshold or 0} - {0}
-            for config in line.config.at_thresholds(sorted(thresholds)):
-                tried.append(replay(line.setting, config))
-                done += 1
-                on_progress(min(done, total), total)
-            best = min(tried, key=lambda one: one.front_s)
-            outcomes.append(replace(best, mechanisms=f"best of {len(tried)} thresholds"))
+        on_progress(done, len(lines))
     return outcomes
-
-
-def _searched(line: Variant) -> bool:
-    """Whether thresholds are tried one by one."""
-    return line.config.entry.migrates_tail and not line.mechanisms
 
 
 def lower_bound(setting: Setting, skip: int = 1) -> float:
@@ -387,8 +363,6 @@ def _measure(
         "front_s": ended - begun,
         "bubbles": 1 - busy / window if window else 0.0,
         "migrated": result.metrics.get("samples/migrated", 0.0),
-        "trained_early": result.metrics.get("samples/trained_early", 0.0),
-        "widened": result.metrics.get("samples/widened", 0.0),
         "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
         "decode_s": sum(s.stop - s.start for s in others) / setting.num_instances,
         "hidden": hidden / (sum(s.stop - s.start for s in passes) or 1.0),
@@ -406,7 +380,7 @@ def _measure_apart(
     ended = next(span.start for span in result.spans if span.name == "to_train")
     busy = sum(s.stop - s.start for s in executor.slices)
     decoding = sum(s.stop - s.start for s in executor.slices if s.name != LOAD)
-    zeros = ("migrated", "trained_early", "widened", "hidden", "threshold")
+    zeros = ("migrated", "hidden", "threshold")
     trained = max(1.0, result.metrics["samples/trained_tokens"])
     return dict.fromkeys(zeros, 0.0) | {
         "step_s": seconds,
@@ -509,11 +483,3 @@ def _forward(
         outputs=scalars or (name,),
         scalars=scalars,
     )
-
-
-def _thresholds(num_samples: int) -> list[int]:
-    thresholds, step = [], 1
-    while step < num_samples:
-        thresholds += [step, step * 3 // 2]
-        step *= 2
-    return [n for n in thresholds if n < num_samples]

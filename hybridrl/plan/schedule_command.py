@@ -342,7 +342,6 @@ def record(
     setting: Setting, outcomes: Sequence[Outcome], measured: Measured | None
 ) -> dict[str, Any]:
     """The results as JSON data."""
-    best = min((o for o in outcomes if o.threshold is not None), key=lambda o: o.front_s)
     return {
         "num_instances": setting.num_instances,
         "prompts_per_step": setting.workload.prompts_per_step,
@@ -350,7 +349,6 @@ def record(
         "num_steps": setting.workload.num_steps,
         "costs": setting.costs.to_json(),
         "bound_s": _bound(setting),
-        "best_threshold": best.threshold,
         "schedules": [asdict(outcome) for outcome in outcomes],
         "measured": asdict(measured) if measured else None,
     }
