@@ -562,24 +562,24 @@ def test_advice_names_a_setting_once() -> None:
     )
 
 
+ROWS = (
+    "a smaller trainer.max_tokens_per_micro_batch; "
+    "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+)
+
+
 def test_advice_leaves_out_what_is_set() -> None:
+    long = "a larger trainer.layout.cp or trainer.chunk_tokens, for long samples"
     assert _advice("train actor", "activations") == (
-        "trainer.activations=selective, recompute or offload; "
-        "a smaller trainer.max_tokens_per_micro_batch"
+        f"trainer.activations=selective, recompute or offload; {ROWS}; {long}"
     )
     recomputing = {"trainer__activations": ActivationMode.recompute}
-    assert _advice("train actor", "activations", **recomputing) == (
-        "a smaller trainer.max_tokens_per_micro_batch"
-    )
-    halves = {f"trainer__{key}": value for key, value in ZERO_BUBBLE.items()}
+    assert _advice("train actor", "activations", **recomputing) == f"{ROWS}; {long}"
+    halves = {"trainer__layout__pp": 2, "trainer__layout__schedule": PipelineSchedule.zero_bubble}
     assert _advice("train actor", "activations", **halves).startswith(
         "trainer.activations=offload; "
     )
-    short = recomputing | {"trainer__max_tokens_per_micro_batch": 100}
-    assert _advice("train actor", "activations", **short) == (
-        "a smaller rollout.max_new_tokens or data.max_prompt_tokens; a larger trainer.layout.cp; "
-        "trainer.chunk_tokens"
-    )
+    assert _advice("score reference", "activations") == ROWS
     assert "adamw8bit" in _advice("train actor", "moments")
     eight = {"trainer__optim__name": OptimName.adamw8bit, "actor__lora__rank": 8}
     assert _advice("train actor", "moments", **eight) == (
@@ -588,40 +588,6 @@ def test_advice_leaves_out_what_is_set() -> None:
     assert "rollout.dtype=bfloat16" not in _advice("switch", "generation weights")
     wide = {"rollout__dtype": DType.float32}
     assert "rollout.dtype=bfloat16" in _advice("switch", "generation weights", **wide)
-
-
-SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
-SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
-CHUNKS = "trainer.chunk_tokens"
-ZERO_BUBBLE = {"layout__pp": 2, "layout__schedule": PipelineSchedule.zero_bubble}
-
-
-@pytest.mark.parametrize(
-    ("phase", "settings", "text"),
-    [
-        ("train actor", {"max_tokens_per_micro_batch": 120, "layout__cp": 2}, SMALLER),
-        (
-            "train actor",
-            {"max_tokens_per_micro_batch": 100, "layout__cp": 2},
-            f"{SMALLER}; {SHORTER}",
-        ),
-        ("train actor", {"layout__cp": 4}, f"{SHORTER}; trainer.chunk_tokens"),
-        ("train actor", {"chunk_tokens": 20}, SMALLER),
-        ("train actor", {"chunk_tokens": 40}, f"{SMALLER} with trainer.chunk_tokens"),
-        ("train critic", {}, f"{SHORTER}; a larger roles.critic.layout.cp; trainer.chunk_tokens"),
-        ("train actor", {"layout__pp": 2}, f"{SHORTER}; a larger trainer.layout.cp; {CHUNKS}"),
-        ("train actor", ZERO_BUBBLE, f"{SHORTER}; a larger trainer.layout.cp"),
-        ("score reference", {"layout__cp": 4, "chunk_tokens": 20}, SHORTER),
-        ("score reference", {"max_tokens_per_micro_batch": 201}, SMALLER),
-    ],
-)
-def test_advice_for_rows_is_what_shortens_them(
-    phase: str, settings: dict[str, object], text: str
-) -> None:
-    """Samples have 200 tokens, micro-batches 40."""
-    trainer = {"activations": ActivationMode.recompute, "max_tokens_per_micro_batch": 40}
-    values = {f"trainer__{key}": value for key, value in (trainer | settings).items()}
-    assert _advice(phase, "activations", **values) == text
 
 
 def test_advice_for_a_pool_names_its_key() -> None:
