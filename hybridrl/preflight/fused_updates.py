@@ -11,20 +11,32 @@ from hybridrl.config import (
     VALUE_MODELS,
     Config,
     ConfigError,
+    Device,
     FuseUpdates,
     LoraConfig,
     TrainLayoutConfig,
 )
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.fused_plans import shared_problem
+from hybridrl.costs.layers import LayerCosts
+from hybridrl.costs.mapping import (
+    ACTOR,
+    PlannedRole,
+    SampleLength,
+    SampleTotals,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.costs.model import CostModel, even_rows
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import GenerateStage
 from hybridrl.layout.fsdp_groups import stays_unsharded
+from hybridrl.pipelines.evaluation import evaluate, lower_bound
 from hybridrl.preflight.memory_plan import gpu_room, local_room, plan_run, unknown_room
 from hybridrl.preflight.roles_together import roles_together
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from hybridrl.pipelines.problem import PipelinedModel
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +112,10 @@ def _reason_against(
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
     from hybridrl.preflight.memory_inputs import LongestInputs
 
-    gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
+    try:
+        gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
+    except ValueError as error:
+        return f"the gain is not known: {error}"
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
     if gpu_memory is None and (reason := unknown_room(config)):
@@ -120,75 +135,31 @@ def predicted_gain(
 ) -> float:
     """The share of separate updates' time that one plan saves at best (`lower_bound`).
 
-    All samples are as long as can be. Time is operations: messages, FSDP and steps are left out.
+    All samples are as long as can be. Steps, and what is gathered once an update, are left out.
+    Raises ValueError for a model whose sizes are not known.
     """
-    from hybridrl.pipelines.evaluation import evaluate, lower_bound
-    from hybridrl.pipelines.problem import PipelineProblem
-    from hybridrl.pipelines.standard import standard_plan
-
-    separate, models = 0.0, []
-    ranks = len(config.cluster.pool_ranks[pool])
-    for number, role in enumerate(sorted(roles, key=lambda role: role != "actor")):
-        layout, _, _ = _settings(config, role)
-        model = _pipeline(config, graph, role, _shape_of(config, role, shape), number % 2 == 1)
-        alone = replace(model, ranks=tuple(_chunk_ranks(layout, False)))
-        problem = PipelineProblem(models=[alone], num_ranks=layout.pp)
-        separate += evaluate(problem, standard_plan(alone, layout.schedule.value)).seconds
-        width = layout.replicas * layout.fsdp
-        models += [
-            replace(model, ranks=tuple(rank * width + place for rank in model.ranks))
-            for place in range(width)
-        ]
-    places = ranks // _settings(config, roles[0])[0].tp
-    return 1 - lower_bound(PipelineProblem(models=models, num_ranks=places)) / separate
-
-
-def _pipeline(
-    config: Config, graph: Graph, role: str, shape: "PretrainedConfig", reverse: bool
-) -> "PipelinedModel":
-    """The pipeline of a replica of a role, on ranks from 0 on, in an optimizer step."""
-    from hybridrl.engines.train.row_costs import HALVES, row_costs
-    from hybridrl.layout.layout import chunk_bounds
-    from hybridrl.models.flops import ForwardFlops
-    from hybridrl.pipelines.problem import PassKind, PipelinedModel
-    from hybridrl.pipelines.standard import least_micro_batches
-
-    layout, _, _ = _settings(config, role)
-    ranks = _chunk_ranks(layout, reverse)
-    samples = config.trainer.prompts_per_step * max(
-        (s.num_samples or 1 for s in graph.stages.values() if isinstance(s, GenerateStage)),
-        default=1,
-    )
-    replicas = layout.replicas * layout.fsdp
-    tokens = samples * config.longest_sample / (replicas * config.trainer.mini_batches)
-    rows = max(1, -(-round(tokens) // config.trainer.max_tokens_per_micro_batch))
-    rows = least_micro_batches(layout.schedule.value, layout.pp, rows)
-    of_row = round(tokens / rows)
-    scored = round(of_row * config.rollout.max_new_tokens / config.longest_sample)
-    flops = ForwardFlops.of(shape)
-    if role != "actor":
-        flops = replace(flops, per_scored=2 * shape.hidden_size)
-    bounds = chunk_bounds(shape.num_hidden_layers, layout.num_chunks, layout.chunk_layers)
-    layers = [stop - start for start, stop in bounds]
-    halves = layout.splits_backward
-    whole, rest = divmod(of_row, config.longest_sample)
-    lengths = [config.longest_sample] * whole + [rest] * (rest > 0)
-    costs = row_costs(flops, lengths, scored, layers, shape.hidden_size, halves)
-    return PipelinedModel(
-        name=role,
-        ranks=tuple(ranks),
-        costs=[costs] * rows,
-        backward=HALVES if halves else (PassKind.backward,),
-    )
-
-
-def _chunk_ranks(layout: TrainLayoutConfig, reverse: bool) -> list[int]:
-    """The pipeline rank of each chunk."""
-    from hybridrl.layout.layout import rank_of_chunk
-
-    chunks = range(layout.num_chunks)
-    ranks = [rank_of_chunk(chunk, layout.pp, layout.zigzag) for chunk in chunks]
-    return [layout.pp - 1 - rank for rank in ranks] if reverse else ranks
+    trainer, number = config.trainer, config.trainer.prompts_per_step
+    planned = [
+        PlannedRole(
+            name=role,
+            shape=ModelShape.of_config(_shape_of(config, role, shape).to_dict()),
+            trained=True,
+            value_head=role != ACTOR,
+        )
+        for role in sorted(roles, key=lambda role: role != ACTOR)
+    ]
+    layouts = {role: TrainLayout.of(_settings(config, role)[0], trainer) for role in roles}
+    device = ACCELERATORS["cpu" if config.cluster.device is Device.cpu else "h100"]
+    ranks = range(config.ranks_of(pool))
+    layers = LayerCosts.of(device, config.model.compute_dtype.itemsize)
+    costs = CostModel(layers, cluster_of(device, 1, len(ranks)))
+    longest = SampleLength(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    samples = [longest] * max(1, number * graph.group_size // trainer.mini_batches)
+    separate = 0.0
+    for role in planned:
+        rows = even_rows(layouts[role.name], SampleTotals.of(samples))
+        separate += evaluate(*costs.pipeline(role, layouts[role.name], ranks, rows)).seconds
+    return 1 - lower_bound(shared_problem(costs, planned, layouts, ranks, samples)) / separate
 
 
 def _settings(config: Config, role: str) -> tuple[TrainLayoutConfig, str, LoraConfig]:
