@@ -937,7 +937,6 @@ def test_a_plan_for_machines_that_are_not_here(
         70_553_706_496 * 2 * (1 / 8 - 1 / 128), rel=1e-3
     )
     assert record["received"] == record["least"]
-    assert record["seconds_to_plan"] < 20
     assert any(line.split()[:3] == ["generation,", "pp", "x"] for line in table)
     assert "\x1b" not in "".join(table)
 

@@ -236,10 +236,6 @@ class TrainLayout:
         """Whether a backward pass has two halves."""
         return self.zigzag
 
-    def rank(self, stage: int = 0, replica: int = 0, shard: int = 0, column: int = 0) -> int:
-        """The number within the pool of a rank at a place of pp, replicas, fsdp and tp."""
-        return ((stage * self.replicas + replica) * self.fsdp + shard) * self.tp + column
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenLayout:

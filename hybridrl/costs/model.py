@@ -124,19 +124,6 @@ class CostModel:
 
     # Training
 
-    def passes(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
-    ) -> tuple[PassCosts, ...]:
-        """Return the costs of a micro-batch of these samples, by pipeline chunk in forward order.
-
-        Tensor-parallel traffic is in them, that of FSDP where weights are gathered for each
-        micro-batch. With recomputation a backward pass has a forward pass in it.
-        """
-        tokens = sum(sample.tokens for sample in row)
-        scored = sum(sample.response for sample in row)
-        pairs = sum(sample.pairs for sample in row)
-        return self.row_passes(role, layout, ranks, tokens, scored, pairs)
-
     def row_passes(
         self,
         role: PlannedRole,
@@ -146,7 +133,12 @@ class CostModel:
         scored: float,
         pairs: float,
     ) -> tuple[PassCosts, ...]:
-        """Return the costs of so many tokens, scored tokens and pairs, by pipeline chunk."""
+        """Return the costs of a micro-batch, by pipeline chunk in forward order.
+
+        It has so many tokens, scored tokens, and pairs of a query and a key. Tensor-parallel
+        traffic is in the costs, that of FSDP where weights are gathered for each micro-batch. With
+        recomputation a backward pass has a forward pass in it.
+        """
         sizes = layout.layers_of_chunks(role.shape.layers)
         chunks = self._chunks(role, layout, ranks, sizes)
         return tuple(self._chunk_passes(chunk, tokens, scored, pairs) for chunk in chunks)

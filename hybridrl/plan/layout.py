@@ -62,15 +62,9 @@ class LayoutReport:
     """M/(p_g t_g) - M/(p f t) by each rank (HybridFlow, section 5.4)."""
     scratch: int
     """Most extra memory of a rank: two buckets."""
-    pairs: int
-    """Ordered pairs of ranks that exchange."""
-    peers: int
-    """Most ranks that one rank receives from."""
     bytes_within_nodes: int
     bytes_across_nodes: int
     gpus_per_node: int
-    busiest_pair: int
-    seconds_to_plan: float
 
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values to read."""
@@ -94,10 +88,7 @@ class LayoutReport:
             ("received by all", size(self.total_received)),
             ("  theory; ratio", f"{size(self.total_theory)}; {ratio}"),
             ("scratch of a rank, at most", size(self.scratch)),
-            ("links", f"{self.pairs} pairs, at most {self.peers} senders to a rank"),
-            ("  busiest pair", size(self.busiest_pair)),
-            ("  traffic", f"{size(self.bytes_within_nodes)} within, {across}"),
-            ("time to plan", f"{self.seconds_to_plan:.2f} s"),
+            ("traffic", f"{size(self.bytes_within_nodes)} within, {across}"),
         ]
 
     def record(self) -> dict[str, object]:
@@ -105,13 +96,8 @@ class LayoutReport:
         return asdict(self)
 
 
-def report(
-    switch: Switch, itemsize: int, bucket_bytes: int, gpus_per_node: int, seconds: float
-) -> LayoutReport:
-    """Describe a planned switch for generation weights of `itemsize` bytes an element.
-
-    `seconds` is how long planning took.
-    """
+def report(switch: Switch, itemsize: int, bucket_bytes: int, gpus_per_node: int) -> LayoutReport:
+    """Describe a planned switch for generation weights of `itemsize` bytes an element."""
     plan, traffic = switch.plan, switch.plan.traffic
     src, dst = plan.src.mesh, plan.dst.mesh
     num_elements = sum(math.prod(shape) for shape in plan.dst.shapes.values())
@@ -123,7 +109,6 @@ def report(
         count for (a, b), count in traffic.links.items() if a // gpus_per_node != b // gpus_per_node
     )
     total = int(traffic.received.sum())
-    receivers = np.array([dst for _, dst in traffic.links], np.int64)
     axes = ("pp", "replica", "fsdp", "tp")
     return LayoutReport(
         train=" x ".join(str(src.extent(axis)) for axis in axes),
@@ -143,13 +128,9 @@ def report(
         total_received=total * itemsize,
         total_theory=switch.theory * itemsize,
         scratch=2 * bucket_bytes if total else 0,
-        pairs=len(traffic.links),
-        peers=int(np.bincount(receivers).max()) if len(receivers) else 0,
         bytes_within_nodes=(total - across) * itemsize,
         bytes_across_nodes=across * itemsize,
         gpus_per_node=gpus_per_node,
-        busiest_pair=max(traffic.links.values(), default=0) * itemsize,
-        seconds_to_plan=round(seconds, 3),
     )
 
 

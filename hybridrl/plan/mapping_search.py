@@ -132,7 +132,7 @@ class MappingSearch:
         self._layouts = lru_cache(None)(self._bounded_layouts)
         self._best = lru_cache(None)(self._best_layout)
         self._filled = lru_cache(None)(self._least_filled_s)
-        self._gens = lru_cache(None)(self._gen_layouts)
+        self.gens_on = lru_cache(None)(self._gen_layouts)
         self._fitting = lru_cache(None)(memory.fits_training)
         self._holds = lru_cache(None)(self._holds_scorer)
         self._smaller = lru_cache(None)(self._smaller_layouts)
@@ -303,7 +303,7 @@ class MappingSearch:
         return min(seconds, default=float("inf"))
 
     def _gens_of(self, frame: DeviceMapping) -> list[GenLayout]:
-        gens = self._gens(len(frame.ranks_of(ACTOR)))
+        gens = self.gens_on(len(frame.ranks_of(ACTOR)))
         return [gen for gen in gens if self._suits(frame, gen)]
 
     def _shared_layouts(
@@ -473,10 +473,6 @@ class MappingSearch:
             )
         return least
 
-    def gens_on(self, ranks: int) -> list[GenLayout]:
-        """Layouts of instances on so many ranks that hold a full sample at least."""
-        return self._gens(ranks)
-
     def _fitting_together(self, mapping: DeviceMapping) -> DeviceMapping:
         """The mapping, in other training layouts where a rank cannot hold these.
 
@@ -567,7 +563,7 @@ class MappingSearch:
                 ((self._scorer_sizes(r, gen, self.ranks), r.name) for r in scorers),
                 key=lambda x: total(x[0]),
             )
-            for gen in self._gens(self.ranks) or allowed
+            for gen in self.gens_on(self.ranks) or allowed
             if scorers
         ]
         if scoring:

@@ -109,10 +109,6 @@ class SplitSearch:
                 heapq.heappush(queue, (*self._order(trained), number, trained))
         return SplitResults(sorted(replayed, key=lambda one: one.step_s), rest_s)
 
-    def mappings(self, max_staleness: int) -> Iterator[DeviceMapping]:
-        """Yield each split and generation layout, with the quickest training of other ranks."""
-        yield from filter(None, map(self._trained, self._frames(max_staleness)))
-
     def _trained(self, frame: DeviceMapping) -> DeviceMapping | None:
         """A frame with the quickest training of its ranks; None where no layout fits there."""
         train = self.search.training_on(frame.ranks[ACTOR])

@@ -1,6 +1,5 @@
 """`hybridrl plan layout` and `hybridrl plan memory`: their arguments and their results."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -128,7 +127,6 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
     per_rank = train.num_chunks // train.pp
     workers = config.cluster.worker_of_rank[: config.ranks_of("actor")]
     nodes = [worker // gpus_per_node for worker in workers]
-    started = time.perf_counter()
     switch = plan_switch(
         parameters,
         TrainAxes.of(train),
@@ -143,11 +141,10 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
         nodes=nodes,
     )
     itemsize = config.rollout.dtype.itemsize
-    seconds = time.perf_counter() - started
     instances = switch.plan.dst.mesh.grid().reshape(-1, gen.ranks).tolist()
     bucket = gen.bucket_bytes(config.cluster.device.value)
     return (
-        report(switch, itemsize, bucket, gpus_per_node, seconds),
+        report(switch, itemsize, bucket, gpus_per_node),
         crossing_warnings(config, nodes, range(len(nodes)), instances),
     )
 

@@ -112,11 +112,6 @@ class Setting:
             return None
         return Drafting(tokens=self.draft_tokens, accept=accept, pass_tokens=self.pass_tokens)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples that a step trains on."""
-        return self.workload.prompts_per_step * self.group_size
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -76,7 +76,7 @@ def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, Train
         (model,) = COSTS.pipeline(role, layout, range(16), rows)[0].models
         for index in range(layout.data_ranks):
             stages = [layout.pp - 1 - s if number % 2 else s for s in model.ranks]
-            places = tuple(layout.rank(stage=s) // layout.tp + index for s in stages)
+            places = tuple(s * layout.data_ranks + index for s in stages)
             models.append(replace(model, ranks=places))
     problem = shared_problem(COSTS, roles, train, range(16), SAMPLES)
     tp, sends_s = train[roles[0].name].tp, [[0.0] * 8 for _ in range(8)]

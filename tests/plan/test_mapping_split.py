@@ -1,11 +1,11 @@
 """`hybridrl plan auto` chooses ranks that generate alone exactly where its rule says so."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from hybridrl.config import AsyncScheduleConfig, ConfigError
-from hybridrl.costs.mapping import ACTOR
+from hybridrl.costs.mapping import ACTOR, DeviceMapping
 from hybridrl.plan import mapping_command
 from hybridrl.plan.mapping_report import MappingReport
 from hybridrl.plan.mapping_search import TOLERANCE
@@ -42,6 +42,11 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[SplitSearch]:
     return searched
 
 
+def mappings(search: SplitSearch, max_staleness: int) -> Iterator[DeviceMapping]:
+    """Each split and generation layout, with the quickest training of the other ranks."""
+    yield from filter(None, map(search._trained, search._frames(max_staleness)))
+
+
 def seconds_of(report: MappingReport, alone: bool) -> list[float]:
     """Steps of the report's mappings with ranks that generate alone, or without, ascending."""
     mappings = report.result.best
@@ -66,7 +71,7 @@ def test_separate_ranks_are_chosen_where_their_step_is_shorter_by_three_percent(
     """Every split is replayed here, and none of those that the command left out is quicker."""
     report = mapping_command.run([*TINY, *args, f"--max-staleness={max_staleness}"])
     (search,) = searches
-    steps = [search.price(mapping).step_s for mapping in search.mappings(max_staleness)]
+    steps = [search.price(mapping).step_s for mapping in mappings(search, max_staleness)]
     assert len(steps) >= 3
     shared_s = seconds_of(report, alone=False)[0]
     assert (min(steps) <= (1 - GAIN) * shared_s) is wins
@@ -89,7 +94,7 @@ def test_no_step_is_below_the_terms_that_the_line_names(searches: list[SplitSear
     for max_staleness in (0, 1, 4):
         mapping_command.run([*TINY, *LONG, f"--max-staleness={max_staleness}"])
         search = searches[-1]
-        for mapping in search.mappings(max_staleness):
+        for mapping in mappings(search, max_staleness):
             split = search.price(mapping)
             assert split.step_s >= max(split.terms.values()) * (1 - 1e-9)
             assert split.priced.bound_s == max(split.terms.values())
@@ -101,7 +106,7 @@ def test_a_search_that_time_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     class Hurried(SplitSearch):
         def run(self, max_staleness: int, budget_s: float = 60.0) -> SplitResults:
-            splits.extend(self.price(mapping) for mapping in self.mappings(max_staleness))
+            splits.extend(self.price(mapping) for mapping in mappings(self, max_staleness))
             return super().run(max_staleness, 0.0)
 
     monkeypatch.setattr(mapping_command, "SplitSearch", Hurried)
@@ -139,7 +144,7 @@ def test_each_staleness_has_its_share_of_the_time_that_is_left(
 def test_training_ranks_have_layouts_that_fill_them(searches: list[SplitSearch]) -> None:
     mapping_command.run([*TINY, *LONG, "recipe=ppo"])
     (search,) = searches
-    for mapping in search.mappings(1):
+    for mapping in mappings(search, 1):
         assert sum(mapping.ranks.values()) == 4
         assert all(layout.ranks == mapping.ranks[ACTOR] for layout in mapping.train.values())
         assert mapping.ranks[ROLLOUT] % mapping.gen.ranks == 0
