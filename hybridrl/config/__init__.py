@@ -235,9 +235,7 @@ class Config:
         self.rollout.layout.check(ranks, ranks_key)
         self.rollout.check_tail_ranks(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
-        self._check_activations("trainer.layout", self.trainer.layout)
-        self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
-        self._check_compiled("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
+        self._check_trained("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
         for role in VALUE_MODELS:  # of other pools those that the recipe has, once it is known
             if self.pool_of(role) == "actor":
                 self.check_value_model(role)
@@ -246,9 +244,8 @@ class Config:
         """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
         self._check_generating_pool()
-        self.environment.check_partial(self.schedule.entry.parks_episodes)
-        if isinstance(self.schedule, AsyncScheduleConfig):
-            self.environment.check_open_episodes(self.schedule.max_staleness)
+        most = self.schedule.max_staleness if isinstance(self.schedule, AsyncScheduleConfig) else 0
+        self.environment.check_open_episodes(self.schedule.entry.parks_episodes, most)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
@@ -391,9 +388,7 @@ class Config:
         settings, name = self.value_model_of(role), VALUE_MODELS[role]
         settings.check(ranks, name, ranks_key)
         self._check_biases_are_saved(f"{name}.lora", settings.lora)
-        self._check_activations(f"{name}.layout", settings.layout)
-        self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
-        self._check_compiled(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
+        self._check_trained(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
 
     def _check_biases_are_saved(self, key: str, lora: LoraConfig) -> None:
         """Raise ConfigError where routing biases move: files of adapters have none."""
@@ -403,42 +398,30 @@ class Config:
                 "trainer.router_bias_update_rate", rate, f"0 with {key}.rank={lora.rank}"
             )
 
-    def _check_activations(self, key: str, layout: TrainLayoutConfig) -> None:
-        """Raise ConfigError where torch would recompute a layer for each group of its weights.
-
-        All of what it recomputes stays until the backward pass ends: more than `keep` has.
-        """
-        mode = self.trainer.activations
-        if mode.recomputes and layout.splits_backward:
-            allowed = f"auto, keep or offload with {key}.schedule=zero_bubble"
-            raise ConfigError("trainer.activations", mode.value, allowed)
-
-    def _check_compiled(
+    def _check_trained(
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
     ) -> None:
-        """Raise ConfigError where torch does not compile a model's layers."""
+        """Raise ConfigError for settings of training that a model's layout or adapters exclude."""
+        mode, chunk = self.trainer.activations, self.trainer.chunk_tokens
+        zero_bubble = f"{layout_key}.schedule=zero_bubble"
+        # Torch would recompute a layer for each group of its weights, and keep all of that until
+        # the backward pass ends: more than `keep` has.
+        if mode.recomputes and layout.splits_backward:
+            allowed = f"auto, keep or offload with {zero_bubble}"
+            raise ConfigError("trainer.activations", mode.value, allowed)
+        if chunk and layout.splits_backward:
+            raise ConfigError("trainer.chunk_tokens", chunk, f"0 with {zero_bubble}")
+        if chunk and lora.rank and lora.dropout:  # a chunk's second pass would drop other inputs
+            allowed = f"0 with {lora_key}.dropout={lora.dropout}"
+            raise ConfigError("trainer.chunk_tokens", chunk, allowed)
         obstacles = {
-            f"{layout_key}.schedule=zero_bubble": layout.splits_backward,  # backward is one call
+            zero_bubble: layout.splits_backward,  # backward is one call
             f"{layout_key}.tp={layout.tp}": layout.tp > 1,  # tracing its hooks does not end
             f"{lora_key}.rank={lora.rank}": lora.rank > 0,
         }
         for setting, is_there in obstacles.items():
             if self.trainer.compile and is_there:
                 raise ConfigError("trainer.compile", True, f"false with {setting}")
-
-    def _check_chunks(
-        self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
-    ) -> None:
-        """Raise ConfigError where a model cannot be trained in chunks."""
-        chunk = self.trainer.chunk_tokens
-        if chunk and layout.splits_backward:
-            raise ConfigError(
-                "trainer.chunk_tokens", chunk, f"0 with {layout_key}.schedule=zero_bubble"
-            )
-        if chunk and lora.rank and lora.dropout:  # a chunk's second pass would drop other inputs
-            raise ConfigError(
-                "trainer.chunk_tokens", chunk, f"0 with {lora_key}.dropout={lora.dropout}"
-            )
 
     def ranks_of(self, pool: str) -> int:
         """The number of ranks of a pool."""

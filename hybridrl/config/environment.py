@@ -146,13 +146,12 @@ class EnvironmentConfig:
                     allowed = f"one of {', '.join(kinds)}, or an environment.kind"
                     raise ConfigError(f"{place}.kind", one.kind.value, allowed)
 
-    def check_partial(self, is_partial: bool) -> None:
-        """Raise ConfigError for rounds that end amid episodes, where those cannot continue."""
-        if self.is_on and is_partial and not self.replay:
-            raise ConfigError("environment.replay", False, "true with schedule=partial")
-
-    def check_open_episodes(self, max_staleness: int) -> None:
+    def check_open_episodes(self, is_partial: bool, max_staleness: int) -> None:
         """Raise ConfigError where episodes are open between steps, and could not continue."""
-        if self.is_on and max_staleness and not self.replay:
+        if not self.is_on or self.replay:
+            return
+        if is_partial:
+            raise ConfigError("environment.replay", False, "true with schedule=partial")
+        if max_staleness:
             allowed = "true with schedule=async (or one_step) and schedule.max_staleness above 0"
             raise ConfigError("environment.replay", False, f"{allowed}: checkpoints have open ones")

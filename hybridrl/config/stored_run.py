@@ -1,6 +1,6 @@
 """The settings of an earlier run, as the start of another command's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import Enum
 from functools import cache
@@ -89,11 +89,19 @@ def _without(defaults: DictConfig, settings: DictConfig, path: str = "") -> list
     return overrides
 
 
-def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:
-    """The config of `overrides`, which are written where the command line has them in `run.dir`."""
+def composed_run(
+    overrides: Sequence[str],
+    writes: bool = True,
+    check: Callable[[Config], None] = lambda config: None,
+) -> Config:
+    """The config of `overrides`, which are written where the command line has them in `run.dir`.
+
+    Nothing is written for a config that `check` refuses.
+    """
     node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
+    check(config)
     if not writes:
         return config
     settings = Path(config.run.dir) / ".hydra" / "config.yaml"

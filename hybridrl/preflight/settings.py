@@ -43,21 +43,15 @@ def composed_run(overrides: Sequence[str], *, new: bool = True) -> Config:
 
     Raises ConfigError for settings that cannot work, and where a `new` run would join another.
     """
-    from omegaconf import OmegaConf
+    from hybridrl.config import compose, stored_run
 
-    from hybridrl.config import compose
+    def check(config: Config) -> None:
+        check_startable(config)
+        if new:
+            check_run_dir(config)
 
     compose.register()
-    node = compose.composed(compose.resolve_arguments(overrides))
-    node.run.dir = str(Path(node.run.dir).absolute())
-    config = compose.to_config(node)
-    check_startable(config)
-    if new:
-        check_run_dir(config)
-    settings = Path(config.run.dir) / ".hydra" / "config.yaml"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(node, settings)
-    return config
+    return stored_run.composed_run(overrides, check=check)
 
 
 def check_command(config: Config, command: str) -> None:
