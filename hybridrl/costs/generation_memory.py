@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 Sizes = Mapping[str, int]
 
@@ -32,9 +33,18 @@ class GenerationSizes:
     passing: int = 0
     """The most bytes of weights below adapters that pass at once on their way to the host."""
 
+    takes_all: ClassVar[bool] = False
+    """Whether the cache takes all room that is left, however many tokens that are."""
+
     def cache_tokens(self, left: int | None) -> int:
-        """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""
-        raise NotImplementedError
+        """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit.
+
+        There are those of a full sample at least.
+        """
+        if left is None:
+            return self.wanted or self.most
+        room = self.fits(left) if self.takes_all else min(self.most, self.fits(left))
+        return self.wanted or max(self.longest, room)
 
     def fits(self, left: int) -> int:
         """Tokens for which the KV cache has room there, however few."""
@@ -99,19 +109,11 @@ class NativeSizes(GenerationSizes):
     states: int = 0
     """The states of recurrent layers, of all sequences that there is room for."""
 
-    def cache_tokens(self, left: int | None) -> int:
-        """See `GenerationSizes`; a full sample at least."""
-        if left is None:
-            return self.wanted or self.most
-        return self.wanted or max(self.longest, min(self.most, self.fits(left)))
-
     def fits(self, left: int) -> int:
-        """See `GenerationSizes`."""
         return max(left - self.idle - self.states, 0) // (self.token + self.gathered)
 
     @property
     def idle(self) -> int:
-        """See `GenerationSizes`."""
         return self.logits + self.prefill
 
     def of_one_sample(self) -> Sizes:
@@ -152,20 +154,15 @@ class NativeSizes(GenerationSizes):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMSizes(GenerationSizes):
-    """vLLM. On a GPU it takes all that is left, and divides it by a pass that it measures."""
+    """vLLM. On a GPU it takes all that is left, and divides it by a pass that it measures.
 
-    def cache_tokens(self, left: int | None) -> int:
-        """See `GenerationSizes`; a full sample at least.
+    There the tokens of its cache are an upper bound: the peak of a step is subtracted, CUDA graphs
+    and other buffers of vLLM are not.
+    """
 
-        On a GPU this is an upper bound: the peak of a step is subtracted, CUDA graphs and other
-        buffers of vLLM are not.
-        """
-        if left is None:
-            return self.wanted or self.most
-        return self.wanted or max(self.longest, self.fits(left))
+    takes_all: ClassVar[bool] = True
 
     def fits(self, left: int) -> int:
-        """See `GenerationSizes`."""
         return max(left - self._peak, 0) // self.token
 
     def at_start(self, left: int | None) -> Sizes:

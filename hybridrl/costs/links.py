@@ -52,10 +52,6 @@ class LinkTable:
         """Return the link from one worker to another."""
         return LinkSpeed(self.bytes_per_s[source][target], self.message_s[source][target])
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, which `from_json` takes back."""
-        return {"bytes_per_s": self.bytes_per_s, "message_s": self.message_s}
-
     @classmethod
     def from_json(cls, values: Any) -> "LinkTable":
         """Raises ValueError for anything but two square tables, of speeds above 0 and of seconds.

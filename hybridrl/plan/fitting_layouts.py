@@ -1,7 +1,6 @@
-"""Training layouts that fit, and what does not fit."""
+"""Training layouts that fit together, and what does not fit."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.costs.mapping import ACTOR, DeviceMapping, TrainLayout
@@ -9,7 +8,7 @@ from hybridrl.costs.memory import GIB, MemoryPlan
 
 NamedLayouts = tuple[tuple[str, TrainLayout], ...]
 """The layout of each role of a pool that is trained, hashable."""
-BoundedLayouts = Iterable[tuple[float, TrainLayout]]
+BoundedLayouts = Sequence[tuple[float, TrainLayout]]
 """Layouts of a role by the bound on its updates, the least first."""
 
 
@@ -31,26 +30,6 @@ class DoesNotFit(Exception):
             f"{role} {where} needs {total(sizes) / GIB:.1f} GiB on a rank, {missing / GIB:.1f} GiB"
             f" more than there is; most of it, {sizes[owner] / GIB:.1f} GiB, are {owner}"
         )
-
-
-class FittingLayouts:
-    """The layouts that fit, in order. Each layout is asked once, when an iteration comes to it."""
-
-    def __init__(
-        self, bounded: Sequence[tuple[float, TrainLayout]], fits: Callable[[TrainLayout], bool]
-    ) -> None:
-        self._rest, self._fits = iter(bounded), fits
-        self._known: list[tuple[float, TrainLayout]] = []
-
-    def __iter__(self) -> Iterator[tuple[float, TrainLayout]]:
-        for index in itertools.count():
-            while index == len(self._known):
-                pair = next(self._rest, None)
-                if pair is None:
-                    return
-                if self._fits(pair[1]):
-                    self._known.append(pair)
-            yield self._known[index]
 
 
 def check_fits(plans: Mapping[str, MemoryPlan]) -> None:

@@ -41,7 +41,6 @@ from hybridrl.costs.mapping import (
 from hybridrl.costs.memory import MemoryPlan
 from hybridrl.plan.fitting_layouts import (
     DoesNotFit,
-    FittingLayouts,
     NamedLayouts,
     check_fits,
     smaller_layouts,
@@ -129,7 +128,7 @@ class MappingSearch:
         self._by_name = {role.name: role for role in roles}
         self._numbers = itertools.count()
         self._sorted = lru_cache(None)(self._sorted_layouts)
-        self._layouts = lru_cache(None)(self._bounded_layouts)
+        self._least = lru_cache(None)(lambda *key: next(self._layouts(*key), None))
         self._best = lru_cache(None)(self._best_layout)
         self._filled = lru_cache(None)(self._least_filled_s)
         self.gens_on = lru_cache(None)(self._gen_layouts)
@@ -315,8 +314,7 @@ class MappingSearch:
         for shared in itertools.product(self.space.activations, micro_batch_tokens):
             least = {}
             for role in trained:
-                layouts = self._layouts(role, aligned(frame.ranks_of(role.name)), *shared)
-                first = next(iter(layouts), None)
+                first = self._least(role, aligned(frame.ranks_of(role.name)), *shared)
                 if first is None:
                     break
                 least[role.name] = first
@@ -409,22 +407,19 @@ class MappingSearch:
         bounded.sort(key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
         return bounded
 
-    def _bounded_layouts(
+    def _layouts(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
-    ) -> FittingLayouts:
-        """Return the layouts that fit, by their bounds."""
+    ) -> Iterator[tuple[float, TrainLayout]]:
+        """Yield the layouts that fit, by their bounds; whether one does is asked once."""
         bounded = self._sorted(role, ranks, activations, tokens)
-        return FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
+        return (pair for pair in bounded if self._fitting(role, pair[1]))
 
     def _best_layout(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
     ) -> TrainLayout:
         """The layout with the quickest update: those are priced whose bound is less than that."""
-        best, layouts = (
-            (float("inf"), TrainLayout()),
-            self._layouts(role, ranks, activations, tokens),
-        )
-        for bound, layout in layouts:
+        best = float("inf"), TrainLayout()
+        for bound, layout in self._layouts(role, ranks, activations, tokens):
             if bound >= best[0]:
                 break
             seconds = self.prices.update_s(role, layout, ranks)
@@ -447,7 +442,7 @@ class MappingSearch:
             # Whether a layout fits takes longer than its bound.
             if sum(least for ((least, _),) in bounds) >= quickest:
                 continue
-            if not all(next(iter(self._layouts(role, within, *shared)), None) for role in trained):
+            if not all(self._least(role, within, *shared) for role in trained):
                 continue
             train = {role.name: self._best(role, within, *shared) for role in trained}
             seconds = sum(self.prices.update_s(role, train[role.name], within) for role in trained)
@@ -505,9 +500,11 @@ class MappingSearch:
             pool,
             lambda mapping: self.memory.plans(self.roles, mapping)[ACTOR],
             {
-                name: self._layouts(
-                    self._by_name[name], ranks, now.activations, now.micro_batch_tokens
-                )
+                name: [
+                    *self._layouts(
+                        self._by_name[name], ranks, now.activations, now.micro_batch_tokens
+                    )
+                ]
                 for name, now in layouts
             },
         )
