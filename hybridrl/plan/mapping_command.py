@@ -50,7 +50,7 @@ from hybridrl.plan.mapping_checks import (
     check_planned_recipe,
     cut_lengths,
 )
-from hybridrl.plan.mapping_options import FLAGS, read_cluster, read_options, read_scales
+from hybridrl.plan.mapping_options import FLAGS, auto_options, read_cluster, read_scales
 from hybridrl.plan.mapping_price import MappingPrices
 from hybridrl.plan.mapping_report import MappingReport, describe, unfinished
 from hybridrl.plan.mapping_search import MappingResults, MappingSearch, PricedMapping
@@ -130,7 +130,7 @@ def run(
     """The mappings that `args` ask for. Raises ConfigError."""
     from hybridrl.config import compose
 
-    options, rest = read_options(args)
+    options, rest = auto_options(args)
     if "out" in options and not Path(options["out"]).parent.is_dir():
         raise ConfigError("--out", options["out"], "a file in a directory that is there")
     compose.register()

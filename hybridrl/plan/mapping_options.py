@@ -11,50 +11,34 @@ from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.links import LinkTable
 from hybridrl.costs.mapping import ClusterShape, cluster_of
 from hybridrl.costs.scales import CostScales
-from hybridrl.plan.options import option_name, read_number
+from hybridrl.plan.options import option_name, read_number, read_options
 from hybridrl.telemetry.rundata import COSTS
 
 _NUMBERS = {
-    "nodes": 1.0,
-    "gpus_per_node": 1.0,
-    "prompt_tokens": 1.0,
-    "max_staleness": 0.0,
-    "number": 1.0,
+    "nodes": 1,
+    "gpus_per_node": 1,
+    "prompt_tokens": 1,
+    "number": 1,
     "seconds": 1.0,
     "gpu_gib": 1.0,
     "node_gbs": 0.001,
     "network_gbs": 0.001,
     "host_gbs": 0.001,
 }
-"""Options that are numbers, and the least of each."""
-_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "max_staleness", "number")
-_LISTS = ("max_staleness",)
-_TEXTS = ("lengths", "costs", "gpu", "out", "links")
+_TEXTS = ("lengths", "costs", "gpu", "out", "links", "max_staleness")
 FLAGS = ("--price",)
 
 
-def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def auto_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Options by name, and the other arguments. Raises ConfigError."""
-    options: dict[str, Any] = {}
-    rest = []
-    known = {option_name(name): name for name in (*_NUMBERS, *_TEXTS)}
-    for arg in args:
-        option, _, value = arg.partition("=")
-        if option in known:
-            name = known[option]
-            options[name] = value
-            if name in _NUMBERS:
-                whole, least = name in _WHOLE, _NUMBERS[name]
-                texts = value.split(",") if name in _LISTS else [value]
-                numbers = [
-                    read_number(option, text, least, whole=whole, below=2**20) for text in texts
-                ]
-                options[name] = list(dict.fromkeys(numbers)) if name in _LISTS else numbers[0]
-        elif arg.startswith("-") and arg not in FLAGS:
-            allowed = f"key=value, or one of {', '.join([*known, *FLAGS])}"
-            raise ConfigError("option", arg, allowed)
-        else:
-            rest.append(arg)
+    options, rest = read_options(args, _NUMBERS, _TEXTS)
+    if wrong := next((arg for arg in rest if arg.startswith("-") and arg not in FLAGS), None):
+        known = ", ".join([*map(option_name, (*_NUMBERS, *_TEXTS)), *FLAGS])
+        raise ConfigError("option", wrong, f"key=value, or one of {known}")
+    if "max_staleness" in options:
+        texts = options["max_staleness"].split(",")
+        numbers = [read_number("--max-staleness", text, 0) for text in texts]
+        options["max_staleness"] = list(dict.fromkeys(numbers))
     return options, rest
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
-from hybridrl.plan.options import read_number
+from hybridrl.plan.options import read_options
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import choose_activations, line_of
 from hybridrl.preflight.node_crossing import crossing_warnings
@@ -83,9 +83,9 @@ def run(args: list[str]) -> "LayoutPlan | RunPlan":
     if what not in ("layout", "memory"):
         raise ConfigError("plan", what, "auto, layout, memory or schedule, then its options")
     compose.register()
-    gpus, rest = _number_option(args[1:], _GPUS, whole=True)
-    gpus_per_node = int(gpus) or local_gpus() or _USUAL_GPUS
-    gpu_gib, rest = _number_option(rest, _GIB)
+    options, rest = read_options(args[1:], {"gpus_per_node": 1, "gpu_gib": 1.0})
+    gpus_per_node = options.get("gpus_per_node") or local_gpus() or _USUAL_GPUS
+    gpu_gib = options.get("gpu_gib", 0)
     if wrong := next((arg for arg in rest if arg.startswith("-")), None):
         raise ConfigError("option", wrong, f"key=value, or {_GPUS}=N or {_GIB}=N")
     config = compose.check(rest)
@@ -180,13 +180,3 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     config.trainer.activations = mode
     plan = memory_plan.plan_run(config, graph, shape, room)
     return replace(plan, activations=line_of(mode, reason))
-
-
-def _number_option(args: list[str], name: str, whole: bool = False) -> tuple[float, list[str]]:
-    """The value of the option `name=N`, 0 if it is left out, and the other arguments."""
-    rest = [arg for arg in args if not arg.startswith(f"{name}=")]
-    number = 0.0
-    for arg in args:
-        if arg.startswith(f"{name}="):
-            number = read_number(name, arg.partition("=")[2], 1, whole=whole, below=2**20)
-    return number, rest

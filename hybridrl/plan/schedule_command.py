@@ -1,13 +1,12 @@
 """`hybridrl plan schedule`: its arguments and its output."""
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
@@ -23,7 +22,7 @@ from hybridrl.flow.workload import (
     read_costs,
     read_workload,
 )
-from hybridrl.plan.options import option_name, read_number
+from hybridrl.plan.options import option_name, read_options
 from hybridrl.plan.schedule import (
     Outcome,
     Setting,
@@ -55,8 +54,7 @@ Replays response lengths under every schedule, in virtual time.
 OnProgress = Callable[[int, int], None]
 Printed = tuple[list[tuple[str, ...]], list[str], dict[str, Any]]
 
-# Option -> least value; all but `_FRACTIONS` are whole numbers.
-_NUMBERS: dict[str, float] = {
+_NUMBERS = {
     "prompts": 1,
     "group_size": 1,
     "steps": 1,
@@ -67,19 +65,12 @@ _NUMBERS: dict[str, float] = {
     "decode_steps": 1,
     "chunk_tokens": 1,
     "max_staleness": 1,
-    "over_provision": 1,
-    "verifier_s": 0,
+    "over_provision": 1.0,
+    "verifier_s": 0.0,
 }
 _TEXTS = ("lengths", "costs", "turns", "speculate", "rollout")
-_FRACTIONS = ("over_provision", "verifier_s")
 _MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
 _SCHEDULE = ("over_provision", "max_staleness")  # settings of whichever schedule has them
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Argparse's own error is several lines."""
-        raise ConfigError("option", message, "--name=value; see hybridrl plan schedule --help")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,58 +100,44 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
 
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     """The setting of the arguments, and measurements of the run they name. Raises `ConfigError`."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in (*_TEXTS, *_NUMBERS):
-        parser.add_argument(option_name(name))
-    known, unknown = parser.parse_known_args(list(args))
+    options, unknown = read_options(args, _NUMBERS, _TEXTS, below=2**31)
     if unknown:
         allowed = ", ".join(map(option_name, (*_TEXTS, *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")
-    # numbers
-    texts = vars(known)
-    options: dict[str, Any] = {
-        name: None
-        if texts[name] is None
-        else read_number(
-            option_name(name), texts[name], least, whole=name not in _FRACTIONS, below=2**31
-        )
-        for name, least in _NUMBERS.items()
-    }
-    lengths = texts["lengths"] or ""
+    lengths, costs = options.get("lengths", ""), options.get("costs")
     shape = Shape(
-        prompts_per_step=options["prompts"],
-        group_size=options["group_size"],
-        num_steps=options["steps"],
-        prompt_tokens=options["prompt_tokens"],
-        max_tokens=options["max_tokens"],
+        prompts_per_step=options.get("prompts"),
+        group_size=options.get("group_size"),
+        num_steps=options.get("steps"),
+        prompt_tokens=options.get("prompt_tokens"),
+        max_tokens=options.get("max_tokens"),
     )
     # workload and machines
     workload = read_workload(lengths, shape)
     run = Path(lengths)
-    facts = _facts(texts["costs"], run, workload) | {
+    facts = _facts(costs, run, workload) | {
         "num_instances" if name == "instances" else name: options[name]
         for name in _MACHINES
-        if options[name] is not None
+        if name in options
     }
     if "num_instances" not in facts:
         raise ConfigError("--instances", "", "how many, since the costs do not say")
-    group_size = options["group_size"] or workload.group_size
-    settings = {name: options[name] for name in _SCHEDULE if options[name] is not None}
+    settings = {name: options[name] for name in _SCHEDULE if name in options}
     shared = [entry for entry in SCHEDULES.values() if not entry.separate]
     schedules = tuple(_schedule(entry.settings, settings) for entry in shared)
     setting = Setting(
         **facts,
         schedules=schedules,
         workload=workload,
-        group_size=group_size,
-        draft_tokens=_draft_tokens(texts["speculate"]),
-        conversations=read_conversations(texts["turns"]) if texts["turns"] else None,
+        group_size=options.get("group_size", workload.group_size),
+        draft_tokens=_draft_tokens(options.get("speculate")),
+        conversations=read_conversations(turns) if (turns := options.get("turns")) else None,
     )
-    if texts["speculate"] is not None and setting.drafting is None:
+    if "speculate" in options and setting.drafting is None:
         allowed = known_guesses("--lengths", "--costs")
-        raise ConfigError("--speculate", texts["speculate"], allowed)
-    if texts["rollout"] is not None:
-        setting = _with_splits(setting, texts["rollout"], texts["costs"], run)
+        raise ConfigError("--speculate", options["speculate"], allowed)
+    if "rollout" in options:
+        setting = _with_splits(setting, options["rollout"], costs, run)
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
     return replace(setting, pass_tokens=pass_tokens), _measured(run)
 
