@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NoReturn
@@ -26,7 +26,6 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.mapped_work import MappedWork, step_samples
-from hybridrl.flow.sample import SampleId
 from hybridrl.flow.workload import Workload
 from hybridrl.plan.simulate import EARLY_BACKWARD, LOAD, SimulatedExecutor
 from hybridrl.schedule import StepResult
@@ -232,8 +231,8 @@ def lower_bound(setting: Setting, skip: int = 1) -> float:
 
     The largest of three: the longest sample alone; the stages of a separate pool; all forward
     passes and all decoding. The last is in the largest batches that fit, spread over the instances
-    without a gap. Mean over the steps after the first `skip`, as of `replay`. Of conversations the
-    longest has its waits, and the prefill of replies is left out.
+    without a gap. Mean over the steps after the first `skip`, as of `replay`. Waits for replies and
+    their prefill are left out.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     drafting = costs.drafting
@@ -260,31 +259,8 @@ def lower_bound(setting: Setting, skip: int = 1) -> float:
         pace = float(costs.pace(1, prompt) + costs.pace(1, prompt + longest)) / 2
         alone = longest * pace + per_token * (prompt + longest)
         pool = setting.pool_s_per_token * sum(prompt + length for prompt, length in samples)
-        bounds.append(max(spread, alone, pool, _longest_conversation(setting, positions)))
+        bounds.append(max(spread, alone, pool))
     return fmean(bounds[skip:] or bounds)
-
-
-def _longest_conversation(setting: Setting, positions: Iterable[int]) -> float:
-    """The most seconds that a sample of these prompts decodes alone and waits; 0 without turns."""
-    if setting.conversations is None:
-        return 0.0
-    seconds = []
-    for position, k in itertools.product(positions, range(setting.group_size)):
-        id = SampleId(position, k=k)
-        length = setting.workload.length_of(id)
-        waits = sum(turn.wait_s for turn in setting.conversations.of(id, length).turns)
-        prompt = setting.workload.prompt_tokens_of(position)
-        seconds.append(waits + length * float(setting.costs.pace(1, prompt)))
-    return max(seconds)
-
-
-def conversation_waits(setting: Setting) -> list[float]:
-    """Seconds that each conversation of the steps waits for replies in all."""
-    model, work = setting.conversations, setting.workload
-    assert model is not None, "no conversations"
-    positions = range(work.prompts_per_step * work.num_steps)
-    ids = [SampleId(p, k=k) for p, k in itertools.product(positions, range(setting.group_size))]
-    return [sum(t.wait_s for t in model.of(id, work.length_of(id)).turns) for id in ids]
 
 
 def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:

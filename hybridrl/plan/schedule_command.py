@@ -26,7 +26,6 @@ from hybridrl.plan.options import option_name, read_options
 from hybridrl.plan.schedule import (
     Outcome,
     Setting,
-    conversation_waits,
     lower_bound,
     what_if,
 )
@@ -286,9 +285,6 @@ def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | 
             f"conversations: up to {model.turns} turns; a reply has {model.reply_tokens:g} tokens "
             f"after {model.wait_s:g} s, on average"
         )
-        waits = conversation_waits(setting)
-        shown = f"{sum(waits) / len(waits):.4g} / {max(waits):.4g}"
-        lines.append(f"seconds that a conversation waits in all, mean / longest: {shown}")
         plain = [outcome for outcome in outcomes if not outcome.mechanisms]
         shares = ", ".join(f"{one.schedule} {one.hidden:.0%}" for one in plain)
         lines.append(f"forward passes hidden behind decoding and waits: {shares}")

