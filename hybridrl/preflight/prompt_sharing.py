@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, SharePrompts
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
+from hybridrl.models.config_json import num_recurrent
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,7 +44,6 @@ def decide_prompt_sharing(config: Config, graph: Graph, shape: "PretrainedConfig
 def _obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> str | None:
     """Why shared prompts would change a run by more than rounding, or take memory unplanned."""
     from hybridrl.models.attention_shape import attention_shape
-    from hybridrl.models.config_json import num_recurrent
 
     if num_recurrent(shape):
         return "recurrent layers compute each sequence from its first token on"

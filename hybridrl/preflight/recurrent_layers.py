@@ -13,6 +13,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.config.versions import release_of
+from hybridrl.models.config_json import num_recurrent
 
 
 def check_recurrent_layers(config: Config, model: Any) -> None:
@@ -21,8 +22,6 @@ def check_recurrent_layers(config: Config, model: Any) -> None:
     `model` is a Hugging Face config. tp is refused with layouts, where transformers' plans are
     asked (`models.parallel`).
     """
-    from hybridrl.models.config_json import num_recurrent
-
     if not num_recurrent(model):
         return
     check_recurrent_training(config, model, config.trainer.layout, "trainer.layout")
@@ -41,8 +40,6 @@ def check_recurrent_value_model(
 
     Whether prompts are shared follows from the actor's model, and counts for both.
     """
-    from hybridrl.models.config_json import num_recurrent
-
     check_recurrent_training(config, model, layout, f"{key}.layout")
     shares = config.trainer.share_prompts
     if own and num_recurrent(model) and shares is not SharePrompts.never:
@@ -57,8 +54,6 @@ def check_recurrent_training(
 
     `key` names its layout.
     """
-    from hybridrl.models.config_json import num_recurrent
-
     if not num_recurrent(model):
         return
     check_recurrent_numbers(config, model)
@@ -76,8 +71,6 @@ def check_recurrent_training(
 
 def check_recurrent_numbers(config: Config, model: Any) -> None:
     """Raise ConfigError for a device or a format in which no `model` of any role computes."""
-    from hybridrl.models.config_json import num_recurrent
-
     if not num_recurrent(model):
         return
     if config.cluster.device is Device.cuda:
