@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import (
@@ -104,7 +103,6 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      where ranks that generate alone are compared; the quickest S is taken
   the search         --number=N of results (10), --seconds=N (60) of searching; splits get what
                      placements have left, or a quarter
-  --out=FILE         writes the overrides of the best mapping, one a line
 
   hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
     --lengths=lmsys"""
@@ -131,8 +129,6 @@ def run(
     from hybridrl.config import compose
 
     options, rest = auto_options(args)
-    if "out" in options and not Path(options["out"]).parent.is_dir():
-        raise ConfigError("--out", options["out"], "a file in a directory that is there")
     compose.register()
     prices_one = "--price" in rest
     rest = [arg for arg in rest if arg not in FLAGS]
@@ -317,13 +313,17 @@ def _schedules(problem: _Problem) -> list[ScheduleConfig]:
     return schedules
 
 
+def _mapping_search(problem: _Problem) -> MappingSearch:
+    prices = problem.prices
+    ranks = prices.costs.cluster.ranks
+    return MappingSearch(problem.roles, prices, problem.memory, ranks, _space(problem))
+
+
 def _search(
     problem: _Problem, options: Mapping[str, Any], on_progress: Callable[[int, int], None]
 ) -> MappingReport:
     cluster = problem.prices.costs.cluster
-    search = MappingSearch(
-        problem.roles, problem.prices, problem.memory, cluster.ranks, _space(problem)
-    )
+    search = _mapping_search(problem)
     number = int(options.get("number", 10))
     try:
         result = search.run(number, seconds := options.get("seconds", 60.0), on_progress)
@@ -344,8 +344,6 @@ def _search(
     if winners := [split for split in splits if split.wins(shared_s)]:
         best = [min(winners, key=lambda split: split.step_s).priced, *best][:number]
     settings = [overrides(one.mapping) for one in best]
-    if "out" in options:
-        _write(options["out"], settings[0])
     source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     return MappingReport(
@@ -429,13 +427,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     check_known_costs(config, problem.prices.samples)
     mapping = mapping_of(config, problem.roles)
     problem = replace(problem, prices=problem.prices.in_order(mapping.rank_order))
-    search = MappingSearch(
-        problem.roles,
-        problem.prices,
-        problem.memory,
-        problem.prices.costs.cluster.ranks,
-        _space(problem),
-    )
+    search = _mapping_search(problem)
     if alone := config.cluster.pools.rollout:
         if len(mapping.pools) > 1 or not isinstance(mapping.schedule, AsyncScheduleConfig):
             allowed = "0, or with schedule=periodic, one_step or async and no other pool with roles"
@@ -448,24 +440,14 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         priced = replace(_split_search(problem, search).price(mapping).priced, memory=memory)
     else:
         priced = search.price(mapping, memory)
-    result = MappingResults(
-        best=[priced],
-        num_candidates=1,
-        num_priced=1,
-        num_replayed=1,
-        seconds=0.0,
-        is_complete=True,
-        rest_s=None,
-    )
     settings = []
     if problem.config.trainer.activations is ActivationMode.auto:
         settings.append(f"trainer.activations={config.trainer.activations.value}")
     if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
-    if "out" in options:  # the file has the mapping, the command has it in its arguments
-        _write(options["out"], [*keys_set(problem.user_args), *settings])
     source = options.get("costs", "datasheet")
     assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
+    result = MappingResults(best=[priced])
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
 
 
@@ -509,11 +491,3 @@ def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str
 
 def _first_line(args: Sequence[str]) -> str:
     return " ".join(keys_set(args)) or "of the defaults"
-
-
-def _write(path: str, settings: Sequence[str]) -> None:
-    """Write the overrides as `--out` has them. Raises ConfigError."""
-    try:
-        Path(path).write_text("".join(f"{setting}\n" for setting in settings))
-    except OSError as error:
-        raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None

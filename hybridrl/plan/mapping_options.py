@@ -25,7 +25,7 @@ _NUMBERS = {
     "network_gbs": 0.001,
     "host_gbs": 0.001,
 }
-_TEXTS = ("lengths", "costs", "gpu", "out", "links", "max_staleness")
+_TEXTS = ("lengths", "costs", "gpu", "links", "max_staleness")
 FLAGS = ("--price",)
 
 

@@ -75,13 +75,13 @@ class MappingResults:
     """The best mappings, and how much was tried."""
 
     best: Sequence[PricedMapping]
-    num_candidates: int
-    num_priced: int
-    num_replayed: int
-    seconds: float
-    is_complete: bool
+    num_candidates: int = 1
+    num_priced: int = 1
+    num_replayed: int = 1
+    seconds: float = 0.0
+    is_complete: bool = True
     """Whether nothing that is left could be better than the last of the best, by `TOLERANCE`."""
-    rest_s: float | None
+    rest_s: float | None = None
     """The least bound of what is left; None where nothing is, 0 where some has none yet."""
 
 
