@@ -41,10 +41,10 @@ FAMILIES = {
 MTP = "mtp.layers.0.mlp.up_proj.weight"
 
 
-def image_checkpoint(family: str, folder: Path, tied: bool = True, **changed: int) -> Path:
+def image_checkpoint(family: str, folder: Path, tied: bool = True, **changed: object) -> Path:
     """A random model in `folder`; of Qwen3.5 with a head `mtp` that transformers passes by.
 
-    `changed` are other sizes of its text part.
+    `changed` are other settings of its text part.
     """
     tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 256)
     text, tower = FAMILIES[family]

@@ -68,7 +68,7 @@ class ImageModel:
         return self.tower.placed(ids, images)
 
 
-def image_model(family: str, folder: Path, **changed: int) -> ImageModel:
+def image_model(family: str, folder: Path, **changed: object) -> ImageModel:
     """A model of a family, whose weights make peaked distributions, in `folder`."""
     path = image_checkpoint(family, folder, **changed)
     settings = json.loads((path / "config.json").read_text())

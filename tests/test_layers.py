@@ -326,6 +326,7 @@ NEEDS_MORE = {
     "hybridrl.config.recipe_folder",
     "hybridrl.config.recipe_source",
     "hybridrl.config.stored_run",
+    "hybridrl.engines.rollout.vllm.images",
     "hybridrl.engines.rollout.vllm.names",
     "hybridrl.engines.rollout.vllm.sampling",
     "hybridrl.engines.rollout.vllm.weights",

@@ -134,6 +134,7 @@ ENGINES = {
         ascending=True,
         records_experts=True,
         records_experts_under_pp=False,
+        reads_images=True,
         vocab_multiple=64,
         block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16
     ),

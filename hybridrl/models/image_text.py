@@ -72,6 +72,15 @@ def language_config(config: PretrainedConfig, trains_tower: bool = False) -> Pre
     return text
 
 
+def image_pads(config: PretrainedConfig) -> list[int]:
+    """The tokens that stand for images and videos, of a model with this `config`; none of others.
+
+    An image model's config and that of its text part say the same.
+    """
+    pads: list[int] = getattr(language_config(config), "image_pads", [])
+    return [pad for pad in pads if pad < config.get_text_config().vocab_size]
+
+
 def whole_config(path: str) -> PretrainedConfig | None:
     """The config of the image model at `path`, as it was dequantized; None where it is none.
 

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationMixin,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -65,8 +67,30 @@ class Qwen3VLMoeTextForCausalLM(_WithHead, Qwen3VLMoePreTrainedModel, Generation
     config: Qwen3VLMoeTextConfig
 
 
+class Qwen3VLTextForSequenceClassification(
+    GenericForSequenceClassification, Qwen3VLPreTrainedModel
+):
+    """Qwen3-VL's text model with a head for values."""
+
+    config: Qwen3VLTextConfig
+
+
+class Qwen3VLMoeTextForSequenceClassification(
+    GenericForSequenceClassification, Qwen3VLMoePreTrainedModel
+):
+    """Qwen3-VL-MoE's text model with a head for values."""
+
+    config: Qwen3VLMoeTextConfig
+
+
 AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLTextForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    Qwen3VLTextConfig, Qwen3VLTextForSequenceClassification, exist_ok=True
+)
+AutoModelForSequenceClassification.register(
+    Qwen3VLMoeTextConfig, Qwen3VLMoeTextForSequenceClassification, exist_ok=True
+)
 # Their own are missing, or leave the norms of queries and keys out.
 Qwen3VLTextConfig.base_model_pp_plan = Qwen3Config.base_model_pp_plan
 Qwen3VLTextConfig.base_model_tp_plan = Qwen3Config.base_model_tp_plan

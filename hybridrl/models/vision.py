@@ -20,6 +20,7 @@ from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
 from hybridrl.models.image_text import has_tower, language_config, meta_tower, whole_model
 from hybridrl.models.images import (
+    Grid,
     ImageProcessor,
     ImageTokens,
     Patches,
@@ -63,13 +64,17 @@ class ImageReader:
         """
         return None
 
+    def grid(self, image: bytes) -> Grid:
+        """How many patches an image has."""
+        return self._processor.grid(image)
+
     def flops(self, images: Images) -> int:
         """Operations of a forward pass over a prompt's images, whether features are kept or not."""
-        return sum(self._image_flops(math.prod(self._processor.grid(image))) for image in images)
+        return sum(self._image_flops(math.prod(self.grid(image))) for image in images)
 
     def placed(self, ids: Sequence[int], images: Images) -> PlacedImages:
         """The images of a prompt of these `ids`."""
-        return PlacedImages.of(ids, images, self.tokens, list(map(self._processor.grid, images)))
+        return PlacedImages.of(ids, images, self.tokens, list(map(self.grid, images)))
 
     def _recent(self, image: bytes, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What is kept of an image, or what is made and kept now."""
@@ -92,7 +97,7 @@ class PixelReader(ImageReader):
         """See `ImageReader.row`."""
         places, start = dict[bytes, torch.Tensor](), 0
         for image in dict.fromkeys(images):
-            stop = start + self.tokens.num_pads(self._processor.grid(image))
+            stop = start + self.tokens.num_pads(self.grid(image))
             places[image] = torch.arange(start, stop)
             start = stop
         of_pads = torch.cat([places[image] for image in images])
@@ -101,7 +106,7 @@ class PixelReader(ImageReader):
     def patches(self, image: bytes) -> Patches:
         """The pixels of an image on the host, and how many patches it has."""
         pixels = self._recent(image, lambda: self._processor.patches(image)[0])
-        return Patches(pixels, self._processor.grid(image))
+        return Patches(pixels, self.grid(image))
 
 
 class VisionTower(ImageReader):
@@ -133,7 +138,11 @@ class VisionTower(ImageReader):
 
     def features(self, images: Images) -> torch.Tensor:
         """Features [pads, 1 + deep, hidden] of a prompt's images; see `RowImages`."""
-        return torch.cat([self._recent(x, functools.partial(self._compute, x)) for x in images])
+        return torch.cat([self.image_features(image) for image in images])
+
+    def image_features(self, image: bytes) -> torch.Tensor:
+        """Features [pads, 1 + deep, hidden] of one image, which are kept: not to be written."""
+        return self._recent(image, functools.partial(self._compute, image))
 
     def forget(self) -> None:
         """Drop all features, which are those of other weights."""

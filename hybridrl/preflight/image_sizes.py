@@ -68,7 +68,9 @@ def image_sizes(
         ),
         prefill=(prefill * tower.features + embedded) * rollout.itemsize,
         scored=of_pad * min(of_batch(config.rollout.layout, 1), scored_row),
-        trained=of_pad * of_batch(config.trainer.layout, config.trainer.mini_batches),
+        trained=of_pad
+        * len(graph.learned)  # a critic's rows have features, too
+        * of_batch(config.trainer.layout, config.trainer.mini_batches),
     )
     if config.model.vision is Vision.frozen:
         return sizes

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind, Vision
+from hybridrl.config import (
+    VALUE_MODELS,
+    Config,
+    ConfigError,
+    RewardKind,
+    TrainLayoutConfig,
+    Vision,
+)
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.layout.layout import chunk_bounds, stages_of_layers
@@ -40,7 +47,10 @@ def check_images(
         raise ConfigError("rollout.engine", config.rollout.engine.value, f"native: {why}")
     if (cp := config.trainer.layout.cp) > 1:
         raise ConfigError("trainer.layout.cp", cp, f"1: {why}")
-    _check_first_stages(config, shape, why)
+    gen = config.rollout.layout
+    of_stage = stages_of_layers(shape.num_hidden_layers, gen.pp).count(0)
+    _check_first_chunk(config.trainer.layout, "trainer.layout", shape, why)
+    _check_deep_layers(gen.pp, of_stage, "rollout.layout.pp", "stage", shape, why)
     if config.rollout.tail_tp != "off":
         raise ConfigError("rollout.tail_tp", config.rollout.tail_tp, f"off: {why}")
     if config.trainer.chunk_tokens:
@@ -52,25 +62,42 @@ def check_images(
         kind = config.judge_of(role).kind
         if kind is RewardKind.model:
             raise ConfigError(f"{role}.kind", kind.value, f"a judge of texts: {why}")
-    others = [role for role in VALUE_MODELS if role in graph.learned]
-    if others := others + ["teacher"] * ("teacher" in graph.roles):
+    for role in ("critic", "cost_critic"):
+        if role in graph.learned:
+            _check_critic(config, role, shape, why)
+    others = ["reward"] * ("reward" in graph.learned) + ["teacher"] * ("teacher" in graph.roles)
+    if others:
         raise ConfigError("recipe", f"role {others[0]}", f"a recipe without that model: {why}")
 
 
-def _check_first_stages(config: Config, shape: "PretrainedConfig", why: str) -> None:
-    """Raise where a first pipeline stage has fewer layers than DeepStack adds features behind.
+def _check_critic(config: Config, role: str, shape: "PretrainedConfig", why: str) -> None:
+    """Raise for a critic that cannot read the images: its tower is the actor's, and frozen."""
+    settings, name = config.value_model_of(role), VALUE_MODELS[role]
+    if settings.path not in (None, shape.name_or_path):
+        allowed = f"null, or the value of model.path: its image tower is the actor's, since {why}"
+        raise ConfigError(f"{name}.path", settings.path, allowed)
+    if config.model.vision is Vision.train:
+        raise ConfigError("model.vision", "train", f"frozen with the role {role}: {why}")
+    if (cp := settings.layout.cp) > 1:
+        raise ConfigError(f"{name}.layout.cp", cp, f"1: {why}")
+    _check_first_chunk(settings.layout, f"{name}.layout", shape, why)
+
+
+def _check_first_chunk(
+    layout: TrainLayoutConfig, key: str, shape: "PretrainedConfig", why: str
+) -> None:
+    _, first = chunk_bounds(shape.num_hidden_layers, layout.num_chunks, layout.chunk_layers)[0]
+    _check_deep_layers(layout.pp, first, f"{key}.pp", "chunk", shape, why)
+
+
+def _check_deep_layers(
+    pp: int, first: int, key: str, unit: str, shape: "PretrainedConfig", why: str
+) -> None:
+    """Raise where a pipeline's `first` layers are fewer than DeepStack adds features behind.
 
     A whole model of fewer layers is right: it leaves out the features of those that it lacks.
     """
     deep = len(getattr(shape.tower_config, "deepstack_visual_indexes", ()))
-    layers, train, gen = shape.num_hidden_layers, config.trainer.layout, config.rollout.layout
-    _, of_chunk = chunk_bounds(layers, train.num_chunks, train.chunk_layers)[0]
-    of_stage = stages_of_layers(layers, gen.pp).count(0)
-    firsts = {
-        "trainer.layout.pp": (train.pp, of_chunk, "chunk"),
-        "rollout.layout.pp": (gen.pp, of_stage, "stage"),
-    }
-    for key, (pp, first, unit) in firsts.items():
-        if pp > 1 and first < deep:
-            layout = f"a layout whose first {unit} has {deep} layers or more, and not {first}"
-            raise ConfigError(key, pp, f"{layout}: DeepStack adds features there, since {why}")
+    if pp > 1 and first < deep:
+        layout = f"a layout whose first {unit} has {deep} layers or more, and not {first}"
+        raise ConfigError(key, pp, f"{layout}: DeepStack adds features there, since {why}")

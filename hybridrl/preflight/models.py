@@ -13,7 +13,6 @@ from hybridrl.config import (
     Config,
     ConfigError,
     EmulatedClusterConfig,
-    Engine,
     RewardKind,
     Vision,
 )
@@ -179,19 +178,12 @@ def check_quantized(config: Config, path: str) -> None:
 
 
 def language_model_line(config: Config, path: str) -> str:
-    """Return a line that says what trains of a checkpoint for images and text; others have none.
-
-    Raises ConfigError for an engine that would make the whole model of it.
-    """
+    """Return a line that says what trains of a checkpoint for images and text; others have none."""
     from hybridrl.models.image_text import whole_config
 
     whole = whole_config(path)
     if whole is None:
         return ""
-    if config.rollout.engine is not Engine.native:
-        engine = config.rollout.engine.value
-        allowed = f"native: of model.path={path} the text part trains, and {engine} has the whole"
-        raise ConfigError("rollout.engine", engine, allowed)
     tower = "stays as it is, and is written with it"
     if config.model.vision is Vision.train:
         tower = "trains with it"

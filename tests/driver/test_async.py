@@ -296,11 +296,20 @@ VLLM_BLOCK = 32
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("kv", "layout"),
+    [
+        ("recompute", "1 + 1"),
+        ("keep", "1 + 1"),
+        pytest.param("recompute", "2 + 2", marks=pytest.mark.wide),
+        ("keep", "2 + 2"),
+    ],
+)
 def test_weights_of_vllm_change_under_samples(
-    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str, layout: str
 ) -> None:
     settings = [*IN_FLIGHT, *VLLM, f"schedule.parked_kv={kv}", "eval.sets.main.every=2"]
+    settings += LAYOUTS[layout]
     run = start(train_here, long_tail, tmp_path / "run", *settings)
     check_in_flight(run, 2)
     {"recompute": check_log_probs, "keep": check_kept}[kv](run)
@@ -315,10 +324,15 @@ def test_weights_of_vllm_change_under_samples(
     ("kv", "layout"),
     [
         ("recompute", LAYOUTS["1 + 1"]),
+        ("recompute", [*LAYOUTS["one trains, three generate"], *LAYOUTS["adapters"]]),
         ("keep", [*LAYOUTS["one trains, three generate"], *LAYOUTS["adapters"]]),
+        ("keep", [*LAYOUTS["2 + 2"], *LAYOUTS["adapters"]]),
     ],
-    ids=["recompute", "keep, one trains, three generate, adapters"],
-)
+    ids=[
+        "recompute", "recompute, one trains, three generate, adapters",
+        "keep, one trains, three generate, adapters", "keep, 2 + 2, adapters",
+    ],
+)  # fmt: skip
 def test_weights_of_vllm_change_under_conversations(
     train_here: Callable[..., Any],
     long_tail: list[str],

@@ -11,6 +11,8 @@ from resumed_runs import check_same, ended
 
 from hybridrl import cli
 from hybridrl.config import ConfigError
+from hybridrl.engines.rollout import available
+from hybridrl.models.load import load_config
 from hybridrl.preflight.models import language_model_line
 from hybridrl.preflight.prepare import prepare
 
@@ -46,8 +48,28 @@ def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) 
     path = str(image_checkpoint("qwen3_vl", tmp_path))
     line = language_model_line(make_config(f"model.path={path}"), path)
     assert line.startswith("model.path: the text part of qwen3_vl trains; its image tower")
-    with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native: of model.path="):
-        language_model_line(make_config(f"model.path={path}", "rollout=vllm"), path)
+
+
+@pytest.mark.parametrize(
+    ("family", "obstacle"),
+    [
+        ("qwen3_vl", None),
+        ("gemma3", "the text part of gemma3 trains, and vLLM has the whole"),
+        ("qwen3_5", "no switch writes the weights of recurrent layers into vLLM's"),
+    ],
+)
+def test_what_vllm_generates_for(
+    family: str, obstacle: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available, "check_vllm_installed", lambda: "vllm")
+    path = str(image_checkpoint(family, tmp_path))
+    assert available.vllm_obstacle(load_config(path)) == obstacle
+
+
+def test_vllm_gets_no_features_of_a_tower_that_trains(make_config: Callable[..., Any]) -> None:
+    config = make_config("rollout=vllm", "model.vision=train")
+    with pytest.raises(ConfigError, match=r"^model.vision=train: wanted frozen with rollout.eng"):
+        available.VLLMChecks().check_model(config, None)
 
 
 def test_a_name_that_the_hub_does_not_have(

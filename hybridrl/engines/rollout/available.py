@@ -9,7 +9,7 @@ import pkgutil
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hybridrl.config import Config, ConfigError, RolloutConfig
+from hybridrl.config import Config, ConfigError, RolloutConfig, Vision
 from hybridrl.engines.rollout.vllm.arguments import (
     check_arguments,
     check_asynchronous,
@@ -37,6 +37,11 @@ VLLM_LACKS = {
     "phimoe": "vLLM cannot compute its experts",
 }
 """Model types that vLLM would compute otherwise, or whose weights the switch would write wrong."""
+VLLM_IMAGE_MODELS = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+"""Models for images and text that vLLM makes without their tower, by their type (`vllm.images`)."""
 
 
 class EngineChecks:
@@ -63,6 +68,9 @@ class VLLMChecks(EngineChecks):
         """Raise ConfigError for heads, layers or experts that the engine does not support."""
         from hybridrl.models.parallel import head_size, num_experts
 
+        if config.model.vision is Vision.train:
+            allowed = "frozen with rollout.engine=vllm, which gets features of a frozen tower"
+            raise ConfigError("model.vision", config.model.vision.value, allowed)
         check_arguments(config.rollout.vllm)
         on_cpu = check_vllm_installed() == CPU_BUILD
         check_asynchronous(config.rollout.vllm, config.rollout.layout.pp, on_cpu)
@@ -95,6 +103,9 @@ def vllm_obstacle(model: Any) -> str | None:
         return "vLLM keeps products of its compressed keys, which a switch does not compute"
     if num_recurrent(model):
         return "no switch writes the weights of recurrent layers into vLLM's"
+    whole = getattr(model, "whole_type", None)
+    if whole is not None and whole not in VLLM_IMAGE_MODELS:
+        return f"the text part of {whole} trains, and vLLM has the whole"
     lacks = VLLM_LACKS | (CPU_LACKS if check_vllm_installed() == CPU_BUILD else {})
     return lacks.get(model.model_type)
 
@@ -103,6 +114,8 @@ def in_transformers_backend(model: Any) -> bool:
     """Whether vLLM has no model of its own for this Hugging Face config, but runs transformers'."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if hasattr(model, "whole_type"):
+        return False
     table = vllm_models()
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)].__name__
     return bool(table) and table.get(name, TRANSFORMERS) == TRANSFORMERS

@@ -93,6 +93,20 @@ class SeenTokens:
             )
 
 
+def barred(
+    logits: torch.Tensor, ids: Sequence[int], edited: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The `edited` logits, or new ones, without tokens that no row draws; None without any edit.
+
+    Both are [rows, vocab]; `edited` are changed in place.
+    """
+    if ids and edited is None:
+        edited = logits.clone()
+    for id in ids:  # a list as an index would be copied to the device
+        edited[:, id] = -torch.inf
+    return edited
+
+
 @dataclass(slots=True)
 class _Alike:
     """Rows of equal parameters.

@@ -26,6 +26,7 @@ from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
+from hybridrl.engines.rollout.logit_edits import barred
 from hybridrl.engines.rollout.memory import num_states
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
@@ -33,7 +34,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
-from hybridrl.models.image_text import tower_in
+from hybridrl.models.image_text import image_pads, tower_in
 from hybridrl.models.images import PlacedImages, RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.mixers import has_keys
@@ -124,8 +125,7 @@ class RolloutStage:
             weights=weights,
         )
         self._path: str = config.name_or_path
-        pads = getattr(config, "image_pads", ())
-        self._pads = [pad for pad in pads if pad < config.vocab_size]
+        self._pads = image_pads(config)
         self._state_shapes = state_shapes(self.model)
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
@@ -330,9 +330,8 @@ class RolloutStage:
         parallel = self.parallel
         if logits is not None:
             assert uniforms is not None
-            if self._pads:  # which stand for images in prompts, and mean nothing elsewhere
-                edited = logits.clone() if edited is None else edited
-                edited[:, self._pads] = -torch.inf
+            # Pads stand for images in prompts, and mean nothing elsewhere.
+            edited = barred(logits, self._pads, edited)
             tokens, log_probs, kept = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
                 return Drawn(tokens, [tokens, log_probs, *([] if kept is None else [kept])])

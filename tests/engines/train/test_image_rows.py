@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from image_prompts import FAMILIES, A, B, C, ImageModel, image_model, tolerance
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.config import Attention
 from hybridrl.engines.probe import compare_gradients
@@ -18,7 +18,7 @@ from hybridrl.engines.train.replica import Replica
 from hybridrl.models import packed_attention
 from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_text import meta_tower, text_name
-from hybridrl.models.load import load_config
+from hybridrl.models.load import load_config, load_value_config
 from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training, whole
 
@@ -103,6 +103,40 @@ def test_rows_are_each_sample_alone(models: Models, family: str, shares_prompts:
     own = {name: p.grad for name, p in packed.model.named_parameters()}
     assert compare_gradients(own, of_whole) is None
     assert all(p.grad is None for p in model.tower._model.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_values_of_rows_are_each_sample_alone(models: Models, family: str) -> None:
+    """A critic's, of the states before the response's tokens, with their gradients."""
+    model, _ = models(family)
+    critic = AutoModelForSequenceClassification.from_config(
+        load_value_config(str(model.path)), attn_implementation=packed_attention.NAME
+    )
+    named = {text_name(name): tensor for name, tensor in model.whole.state_dict().items()}
+    own_names = set(critic.state_dict())
+    critic.load_state_dict({n: x for n, x in named.items() if n in own_names}, strict=False)
+    packed, sequences = PackedModel(whole(prepare_training(critic))), samples(model)
+    got = log_probs(packed, row_of(model, sequences))
+    head = critic.score.weight.detach()[0]
+    wanted = []
+    for sequence in sequences:
+        inputs = model.inputs(sequence.ids, sequence.images)
+        states = model.whole.model(**inputs, use_cache=False).last_hidden_state[0]
+        wanted.append(states[-6:-1] @ head)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance(family), rtol=0)
+    for module in (model.whole, packed):
+        module.zero_grad()
+    weights = torch.randn(25, generator=torch.Generator().manual_seed(0))
+    for values in (got, wanted):
+        (torch.cat(values) * weights).sum().backward()
+    of_whole = {
+        own: p.grad
+        for name, p in model.whole.named_parameters()
+        if p.grad is not None and (own := text_name(name)) is not None
+    }
+    own = {name: p.grad for name, p in critic.named_parameters() if name != "score.weight"}
+    assert compare_gradients(own, of_whole) is None
 
 
 def test_exchanged_pictures_change_these_two_alone(models: Models) -> None:

@@ -35,6 +35,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "run.seed": ("seed",),
     "trainer.router_replay": ("enable_return_routed_experts",),
     "actor.lora": ("*lora*",),
+    "the images of prompts": (
+        "mm_*", "*_mm_*", "language_model_only", "media_io_kwargs", "video_pruning_*",
+    ),
     "the sampling of rollout.*": (
         "logits_processors", "generation_config", "override_generation_config", "logprobs_mode",
         "use_fp64_gumbel", "spec_*", "speculative_config", "diffusion_config", "watermark_config",

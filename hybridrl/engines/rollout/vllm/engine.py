@@ -138,7 +138,7 @@ class VLLMEngine:
         stages = stages_of_layers(model_config.num_hidden_layers, mesh.extent("pp"))
         set_environment([stages.count(stage) for stage in range(1 + max(stages))])
         logger.debug("importing vLLM")
-        from hybridrl.engines.rollout.vllm import sampling
+        from hybridrl.engines.rollout.vllm import images, sampling
 
         self._sampling = sampling
         arguments = engine_arguments(
@@ -156,8 +156,9 @@ class VLLMEngine:
             batched_tokens=batched_tokens(device),
             records_experts=self._experts is not None,
             whole_experts=whole_experts,
-            own=own_arguments,
+            own={**images.take_features(model_config), **own_arguments},
         )
+        self._prompts = images.Prompts(model_config, dtype, device, embeds=stage == 0)
         if in_transformers_backend(model_config):
             give_own_classes()
         constants = stored_buffers(model_path, model_config)
@@ -287,8 +288,7 @@ class VLLMEngine:
             routed_experts_prompt_start=len(request.routed_experts or ()),
         )
         entry.key, entry.has_begun = f"{entry.order}.{len(request.turns)}", False
-        tokens = [*request.prompt_ids, *request.response_ids]
-        prompt = self._sampling.tokens_input(tokens, cache_salt=entry.salt)
+        prompt = self._prompts.of(request, entry.salt)
         name = self._engine.add_request(entry.key, prompt, params, priority=entry.order)
         entry.scheduled = self._core.scheduler.requests[name]
         self._by_key[entry.key] = entry

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from hybridrl.models.image_text import whole_name
+
 FUSED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -98,14 +100,15 @@ class VLLMNames:
     def _candidates(self, name: str) -> list[str]:
         """The names it may have in vLLM's model: its own, and what the model's mapper makes of it.
 
-        In both the block around experts has vLLM's name.
+        The mapper of a model for images knows the names of the whole. In all of them the block
+        around experts has vLLM's name.
         """
         name = name.replace(".gate.moe_statics.", ".gate.")  # Ernie's routing bias
         names = [name]
         for model in (self._model, getattr(self._model, "model", None)):
             mapper = getattr(model, "hf_to_vllm_mapper", None)
             if mapper is not None:
-                names += mapper.get_rename_mapper().apply_list([name])
+                names += mapper.get_rename_mapper().apply_list([name, whole_name(name)])
                 break
         return [self._in_block(each) for each in names]
 

@@ -23,16 +23,16 @@ import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from hybridrl.engines.rollout.batch import sampling_batch
 from hybridrl.engines.rollout.interface import Request
-from hybridrl.engines.rollout.logit_edits import SeenTokens
+from hybridrl.engines.rollout.logit_edits import SeenTokens, barred
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.engines.rollout.vllm.steps import BatchDraws
+from hybridrl.models.image_text import image_pads
 
 __all__ = [
     "DRAWS",
@@ -40,7 +40,6 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StreamSampler",
-    "tokens_input",
 ]
 
 DRAWS = "hybridrl_draws"
@@ -88,6 +87,7 @@ class StreamSampler(LogitsProcessor):
         self._free = list(range(slots - 1, -1, -1))
         self._uniforms = UniformTable(slots)
         self._seen = SeenTokens(slots, device)
+        self._pads = image_pads(vllm_config.model_config.hf_config)
         self._rows: _Rows | None = None
         self._drawn: BatchDraws | None = None
         # NCCL allocates at the first broadcast. vLLM measures its memory after this.
@@ -186,5 +186,6 @@ class StreamSampler(LogitsProcessor):
         edits, edited = rows.sampling.edits, None
         if edits is not None:
             edited = edits.apply(logits, rows.requests, rows.slots, counts, self._seen)
+        edited = barred(logits, self._pads, edited)
         uniforms = uniforms.to(self._device, non_blocking=True)
         return sample(logits, uniforms, rows.sampling, edited)
