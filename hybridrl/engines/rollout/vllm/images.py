@@ -95,8 +95,7 @@ def take_features(config: PretrainedConfig) -> dict[str, Any]:
     name = VLLM_IMAGE_MODELS[whole_type]
     with _torchvision_unused():
         module = importlib.import_module(f"vllm.model_executor.models.{whole_type}")
-        base = importlib.import_module("vllm.model_executor.models.qwen3_vl")
-    ModelRegistry.register_model(name, _without_tower(getattr(module, name), base))
+    ModelRegistry.register_model(name, _without_tower(getattr(module, name)))
     # A limit of 0 leaves the tower out, and embeddings are what may come nevertheless.
     return {
         "limit_mm_per_prompt": {_IMAGE: 0, "video": 0},
@@ -105,14 +104,18 @@ def take_features(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _without_tower(model: Any, base: ModuleType) -> type:
+def _without_tower(model: Any) -> type:
     """The class of vLLM's `model` that takes DeepStack's features without having the tower.
 
     vLLM adds them behind layers only where it has made them.
     """
+    own = model._processor_factory
 
-    class Info(model._processor_factory.info):  # type: ignore[misc]
-        """What vLLM asks of a processor, which it does not have: of an image at most the prompt."""
+    class Processor(own.processor):  # type: ignore[misc]
+        requires_tokenizer = False  # which no prompt goes through
+
+    class Info(own.info):  # type: ignore[misc]
+        """What vLLM asks before any prompt: an image has no more tokens than a prompt."""
 
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {_IMAGE: None}
@@ -131,7 +134,7 @@ def _without_tower(model: Any, base: ModuleType) -> type:
             self.deepstack_input_embeds_num_tokens = 0
 
     register: Any = MULTIMODAL_REGISTRY.register_processor(
-        base.Qwen3VLMultiModalProcessor, info=Info, dummy_inputs=base.Qwen3VLDummyInputsBuilder
+        Processor, info=Info, dummy_inputs=own.dummy_inputs
     )
     registered: type = register(WithoutTower)
     return registered
