@@ -54,6 +54,7 @@ def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) 
     ("family", "obstacle"),
     [
         ("qwen3_vl", None),
+        ("qwen3_vl_moe", "the text part of qwen3_vl_moe trains, and vLLM has the whole"),
         ("gemma3", "the text part of gemma3 trains, and vLLM has the whole"),
         ("qwen3_5", "no switch writes the weights of recurrent layers into vLLM's"),
     ],

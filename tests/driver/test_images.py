@@ -89,11 +89,13 @@ def test_vllm_reads_the_pictures(small: list[str], train_here: Train, tmp_path: 
 
 @pytest.mark.layouts
 def test_a_critic_reads_the_pictures(small: list[str], train_here: Train, tmp_path: Path) -> None:
-    """PPO, resumed bit for bit. The critic's values tell pictures apart once it has a step."""
+    """PPO trains a critic with the actor's tower, and is resumed bit for bit."""
     settings = [x for x in small if "group_size" not in x]
     settings += ["recipe=ppo", "deterministic=strict", "roles.critic.optim.lr=1e-2"]
     run = train_here(tmp_path / "run", *settings, "trainer.steps=3")
-    assert all(line["critic/loss"] > 0 for line in run.metrics)
+    losses = [line["critic/loss"] for line in run.metrics if "critic/loss" in line]
+    assert len(losses) == 3
+    assert min(losses) > 0
     copy = ended(run.dir, tmp_path / "copy", 1)
     train_here(copy, *settings, "trainer.steps=3", "trainer.resume=auto")
     check_same(run.dir, copy, tmp_path)

@@ -37,10 +37,7 @@ VLLM_LACKS = {
     "phimoe": "vLLM cannot compute its experts",
 }
 """Model types that vLLM would compute otherwise, or whose weights the switch would write wrong."""
-VLLM_IMAGE_MODELS = {
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-}
+VLLM_IMAGE_MODELS = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
 """Models for images and text that vLLM makes without their tower, by their type (`vllm.images`)."""
 
 

@@ -100,8 +100,9 @@ def barred(
 
     Both are [rows, vocab]; `edited` are changed in place.
     """
-    if ids and edited is None:
-        edited = logits.clone()
+    if not ids:
+        return edited
+    edited = logits.clone() if edited is None else edited
     for id in ids:  # a list as an index would be copied to the device
         edited[:, id] = -torch.inf
     return edited

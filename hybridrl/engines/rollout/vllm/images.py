@@ -110,11 +110,12 @@ def _without_tower(model: Any) -> type:
     vLLM adds them behind layers only where it has made them.
     """
     own = model._processor_factory
+    processor, info = own.processor, own.info
 
-    class Processor(own.processor):  # type: ignore[misc]
+    class Processor(processor):
         requires_tokenizer = False  # which no prompt goes through
 
-    class Info(own.info):  # type: ignore[misc]
+    class Info(info):
         """What vLLM asks before any prompt: an image has no more tokens than a prompt."""
 
         def get_supported_mm_limits(self) -> dict[str, int | None]:
@@ -123,7 +124,7 @@ def _without_tower(model: Any) -> type:
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: object) -> dict[str, int]:
             return {_IMAGE: seq_len}
 
-    class WithoutTower(model):  # type: ignore[misc]
+    class WithoutTower(model):
         def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             levels = len(self.config.vision_config.deepstack_visual_indexes)
