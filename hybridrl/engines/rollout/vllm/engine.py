@@ -158,7 +158,7 @@ class VLLMEngine:
             whole_experts=whole_experts,
             own={**images.take_features(model_config), **own_arguments},
         )
-        self._prompts = images.Prompts(model_config, dtype, device, embeds=stage == 0)
+        self._prompts = images.PromptInputs(model_config, dtype, device, embeds=stage == 0)
         if in_transformers_backend(model_config):
             give_own_classes()
         constants = stored_buffers(model_path, model_config)

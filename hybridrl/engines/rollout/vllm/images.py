@@ -34,7 +34,7 @@ _IMAGE = "image"
 """vLLM's name of the kind of input."""
 
 
-class Prompts:
+class PromptInputs:
     """vLLM's inputs for requests of the model with this `config`.
 
     Without `embeds`, on a pipeline stage that gets hidden states, images come without features.
@@ -151,8 +151,8 @@ def _torchvision_unused() -> Iterator[None]:
         yield
         return
     name, modules = "", {}
-    for part in ("torchvision", "transforms", "v2", "functional"):
-        name = f"{name}.{part}".lstrip(".")
+    for level in ("torchvision", "transforms", "v2", "functional"):
+        name = f"{name}.{level}".lstrip(".")
         modules[name] = ModuleType(name)
     sys.modules.update(modules)
     try:
