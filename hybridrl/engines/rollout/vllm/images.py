@@ -110,7 +110,8 @@ def _without_tower(model: Any) -> type:
     vLLM adds them behind layers only where it has made them.
     """
     own = model._processor_factory
-    processor, info = own.processor, own.info
+    processor: Any = own.processor
+    info: Any = own.info
 
     class Processor(processor):
         requires_tokenizer = False  # which no prompt goes through
