@@ -126,7 +126,7 @@ def native(model: ImageModel) -> Outputs:
 def test_tokens_are_those_of_the_native_engine(
     fresh_ranks: Callable[..., list[Any]], tmp_path: Path, pp: int, tp: int
 ) -> None:
-    """Also of samples that are parked or go on behind a reply. An image is computed once."""
+    """Samples that are parked or go on behind a reply draw them, too; a tower computes once."""
     model = image_model("qwen3_vl", tmp_path, **TEXT)
     wanted, asked = native(model), {request.id: request for request in requests(model)}
     in_turns = requests(model, max_turn_tokens=3)[4]
