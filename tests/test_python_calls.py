@@ -1,10 +1,8 @@
 """The Python calls of a step of the demo, held to the table of python_calls.json.
 
-The counts are exact: a profiler counts every call of a run of ten steps and of one of two, in one
-process, and the difference is eight steps. The evaluation at the end of a run is of one prompt: the
-longer run answers more briefly, so a whole evaluation would subtract calls that no step has made.
-Calls of other threads, such as the one that owns the judges, are not counted.
-`PYTHON_CALLS_WRITE=1` writes the table anew.
+The counts are exact: a profiler counts every call in the driver's process, which is the only rank,
+from the end of step 2 to the end of step 10. Calls of other threads, such as the one that owns the
+judges, are not counted. `PYTHON_CALLS_WRITE=1` writes the table anew.
 """
 
 import json
@@ -28,10 +26,22 @@ DEMO = (
 # `python -m cProfile` keeps one of several functions with one name and line, as named tuples have.
 COUNT = """
 import cProfile, json, runpy, sys
-path, *sys.argv = sys.argv[1:]
-profile = cProfile.Profile()
+path, few, many, *sys.argv = sys.argv[1:]
+from hybridrl.driver.run_records import RunRecords
+profile, record, done = cProfile.Profile(), RunRecords.record_step, []
+
+def recorded(records, *args):
+    metrics = record(records, *args)
+    done.extend(["rl"] * (records.telemetry._phase == "rl"))  # not the warm start
+    if len(done) == int(few):
+        profile.enable()
+    elif len(done) == int(many):
+        profile.disable()
+    return metrics
+
+RunRecords.record_step = recorded
 try:
-    profile.runcall(runpy.run_path, sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
     rows = [(getattr(e.code, "co_filename", ""), e.callcount) for e in profile.getstats()]
     with open(path, "w") as file:
@@ -39,24 +49,24 @@ finally:
 """
 
 
-def counted(folder: Path, steps: int) -> tuple[int, int, float]:
-    """The calls of the demo with so many steps, those of this project, and its samples' tokens."""
-    run, counts = folder / str(steps), folder / f"{steps}.json"
-    command = [sys.executable, "-c", COUNT, str(counts)]
+def counted(folder: Path) -> tuple[int, int, float]:
+    """The calls of the steps after `FEW`, those of this project, and their samples' tokens."""
+    run, counts = folder / "run", folder / "calls.json"
+    command = [sys.executable, "-c", COUNT, str(counts), str(FEW), str(MANY)]
     command += [str(Path(sys.executable).with_name("hybridrl")), "train", *DEMO]
-    command += [f"trainer.steps={steps}", f"run.dir={run}"]
+    command += [f"trainer.steps={MANY}", f"run.dir={run}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     calls = json.loads(counts.read_text())
     own = sum(number for file, number in calls if file.startswith(OWN))
-    rows = read_lines(run / "metrics.jsonl")
-    tokens = sum(row.get("samples/tokens", 0) for row in rows if row["phase"] == "rl")
-    return sum(number for _, number in calls), own, tokens
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row["phase"] == "rl"]
+    tokens = [row["samples/tokens"] for row in rows if "samples/tokens" in row]
+    assert len(tokens) == MANY
+    return sum(number for _, number in calls), own, sum(tokens[FEW:])
 
 
 @pytest.mark.layouts
 def test_a_step_makes_no_more_calls_than_the_table_says(tmp_path: Path) -> None:
-    few, many = (counted(tmp_path, steps) for steps in (FEW, MANY))
-    calls, own, tokens = (more - less for more, less in zip(many, few, strict=True))
+    calls, own, tokens = counted(tmp_path)
     rates = {
         "calls_per_step": calls / (MANY - FEW),
         "own_calls_per_step": own / (MANY - FEW),
