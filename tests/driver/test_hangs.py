@@ -29,7 +29,7 @@ def stop(run_dir: Path, rank: int, after: int) -> Activity:
             while not process_state(one.pid):
                 time.sleep(0.01)
             return one
-        time.sleep(0.01)
+        time.sleep(0.1)
     raise AssertionError("the run has not come so far")
 
 
