@@ -17,9 +17,9 @@ from hybridrl.engines.train.engine import TrainEngine
 SIZES = {"num_hidden_layers": 2}
 
 
-def updated(path, sequences, compiled, layout, activations):
+def updated(path, sequences, compiled, layout, activations, row_tokens):
     """Log-probabilities, gradients by name and the number of graphs of one update."""
-    settings = {"optim": OptimConfig(lr=1e-2), "max_tokens_per_micro_batch": 30}
+    settings = {"optim": OptimConfig(lr=1e-2), "max_tokens_per_micro_batch": row_tokens}
     trainer = TrainerConfig(
         compile=compiled, activations=activations, layout=TrainLayoutConfig(**layout), **settings
     )
@@ -53,20 +53,21 @@ def both(*args):
 
 @pytest.mark.layouts  # a compiler takes a minute
 @pytest.mark.parametrize(
-    ("family", "layout", "activations"),
+    ("family", "layout", "activations", "row_tokens"),
     [
-        ("qwen3", {}, "recompute"),
-        pytest.param("qwen2", {"pp": 2}, "keep", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", {"fsdp": 2}, "keep", marks=pytest.mark.slow),
+        ("qwen3", {}, "recompute", 1000),  # one row: nothing is compiled for another size
+        pytest.param("qwen3", {}, "recompute", 30, marks=pytest.mark.wide),
+        pytest.param("qwen2", {"pp": 2}, "keep", 30, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"fsdp": 2}, "keep", 30, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_gradients_are_those_of_eager_layers(
-    ranks, tiny, sequences_of, family, layout, activations
+    ranks, tiny, sequences_of, family, layout, activations, row_tokens
 ):
     path = tiny(family, False, **SIZES)
     size = layout.get("pp", 1) * layout.get("fsdp", 1)
-    args = path, sequences_of(), layout, ActivationMode[activations]
+    args = path, sequences_of(), layout, ActivationMode[activations], row_tokens
     for eager, compiled in ranks(size, both, *args):
         assert (eager[2], compiled[2] > 0) == (0, True)
         torch.testing.assert_close(compiled[0], eager[0], rtol=0, atol=2e-5)
