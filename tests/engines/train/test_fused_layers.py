@@ -21,6 +21,8 @@ from hybridrl.kernels import train_layer, train_layer_torch
 
 pytestmark = pytest.mark.long
 
+FURTHER = [pytest.mark.layouts, pytest.mark.wide]
+FULL_AND_SLIDING = ["full_attention", "sliding_attention"]
 PARTS = ("norm", "norm_grad", "rotate", "act_mul", "act_mul_grad")
 
 
@@ -29,11 +31,11 @@ def wanted(tiny, sequences_of):
     """The model, its sequences and what one process computes, once a family."""
     cases = {}
 
-    def make(family):
-        if family not in cases:
-            path = tiny(family, True, **SIZES | EXTRAS.get(family, OTHERS.get(family, {})))
-            cases[family] = path, sequences_of(), oracle(path, sequences_of())
-        return cases[family]
+    def make(family, **less):
+        if (family, *less) not in cases:
+            path = tiny(family, True, **SIZES | EXTRAS.get(family, OTHERS.get(family, {})) | less)
+            cases[family, *less] = path, sequences_of(), oracle(path, sequences_of())
+        return cases[family, *less]
 
     return make
 
@@ -72,12 +74,18 @@ def check_all(ranks, models, interpreted, layout, *options):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "family",
-    ["qwen3", *(pytest.param(f, marks=pytest.mark.layouts) for f in ("llama", "gemma3_text"))],
+    ("family", "less"),
+    [
+        ("qwen3", {}),
+        pytest.param("llama", {}, marks=FURTHER),
+        pytest.param("gemma3_text", {"layer_types": FULL_AND_SLIDING}, marks=FURTHER),
+    ],
+    ids=["qwen3", "llama", "gemma3_text"],
 )
-def test_kernels_in_an_update_on_two_ranks(fresh_ranks, wanted, family):
+def test_kernels_in_an_update_on_two_ranks(fresh_ranks, wanted, family, less):
     """By Triton's interpreter, with rows of packed sequences, sharded by FSDP."""
-    check_all(fresh_ranks, [wanted(family)], True, (1, 1, 2, 1))
+    models = [wanted(family, num_hidden_layers=2, **less)]
+    check_all(fresh_ranks, models, True, (1, 1, 2, 1))
 
 
 @pytest.mark.layouts
