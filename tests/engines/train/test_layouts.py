@@ -232,7 +232,7 @@ def check_all(ranks, models, layout, schedule="one_f_one_b", gen_tp=1, sequence_
     ("layout", "families"),
     [
         ((1, 1, 1, 1), ["qwen3"]),
-        pytest.param((1, 1, 4, 1), ["qwen3"], marks=pytest.mark.layouts),
+        pytest.param((1, 1, 4, 1), ["qwen3"], marks=[pytest.mark.layouts, pytest.mark.wide]),
         pytest.param((1, 1, 2, 2), ["llama", "mistral"], marks=pytest.mark.layouts),
         pytest.param((2, 1, 1, 2), ["gemma3_text"], marks=pytest.mark.layouts),
         # A family decides by which rule a parameter is cut, and a layout how often: pairs add
@@ -370,7 +370,7 @@ def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
 @pytest.mark.parametrize(
     ("families", "layout", "schedule"),
     [
-        (["gemma3_text"], (1, 1, 1, 4), "one_f_one_b"),
+        pytest.param(["gemma3_text"], (1, 1, 1, 4), "one_f_one_b", marks=pytest.mark.wide),
         (["qwen2"], (2, 1, 1, 2), "zero_bubble"),
         pytest.param(["qwen3"], (1, 1, 1, 4), "one_f_one_b", marks=pytest.mark.slow),
         pytest.param(["gemma3_text"], (1, 1, 2, 2), "one_f_one_b", marks=pytest.mark.slow),
@@ -438,7 +438,11 @@ def one_mesh_a_module(path, sequences, layout, large):
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "large"),
-    [((1, 1, 2, 2, 1), False), ((1, 2, 2, 1, 2), True), ((2, 1, 2, 1, 2), False)],
+    [
+        pytest.param((1, 1, 2, 2, 1), False, marks=pytest.mark.wide),
+        ((1, 2, 2, 1, 2), True),
+        pytest.param((2, 1, 2, 1, 2), False, marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_experts_as_modules_of_their_own(fresh_ranks, wanted, layout, large):
@@ -574,10 +578,18 @@ def test_chunks_in_pipelines(
 
 
 @pytest.mark.layouts
-def test_chunks_of_a_large_model(fresh_ranks, wanted):
+@pytest.mark.parametrize(
+    ("layout", "most", "chunk"),
+    [
+        pytest.param((1, 1, 2, 1), 5, 3, marks=pytest.mark.wide),
+        pytest.param((2, 1, 1, 1), 4, 4, marks=pytest.mark.wide),
+        ((2, 1, 2, 1), 4, 4),
+    ],
+    ids=str,
+)
+def test_chunks_of_a_large_model(fresh_ranks, wanted, layout, most, chunk):
     """Ranks with fewer chunks make empty passes, since all of them gather each layer's weights."""
     path, sequences, want = wanted("qwen3", True)
-    for layout, most, chunk in [((1, 1, 2, 1), 5, 3), ((2, 1, 1, 1), 4, 4), ((2, 1, 2, 1), 4, 4)]:
-        args = ([path], sequences, layout, "one_f_one_b", 1, most, False, False, 1, chunk)
-        results = fresh_ranks(math.prod(layout), large_steps, *args)
-        check([result for (result,) in results], want, path)
+    args = ([path], sequences, layout, "one_f_one_b", 1, most, False, False, 1, chunk)
+    results = fresh_ranks(math.prod(layout), large_steps, *args)
+    check([result for (result,) in results], want, path)
