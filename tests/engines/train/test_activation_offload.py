@@ -93,7 +93,11 @@ def test_an_update_is_the_same_bit_for_bit(ranks, tiny, sequences, layout, lora,
 
 @pytest.mark.parametrize(
     ("layout", "heads", "chunk"),
-    [({"fsdp": 2, "cp": 2}, 3, 0), ({"fsdp": 2, "cp": 2}, 4, 3), ({"pp": 2}, 4, 8)],
+    [
+        pytest.param({"fsdp": 2, "cp": 2}, 3, 0, marks=pytest.mark.wide),
+        ({"fsdp": 2, "cp": 2}, 4, 3),
+        pytest.param({"pp": 2}, 4, 8, marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_long_rows_are_the_same_bit_for_bit(ranks, tiny, sequences, layout, heads, chunk):

@@ -163,6 +163,7 @@ def test_all_of_an_update_may_be_early(ranks, model_dir, sequences):
     check(ranks(2, both, *common, early))
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     "layout", [pytest.param((2, 2, 1), marks=pytest.mark.slow), (2, 1, 2), (2, 1, 1, 2)], ids=str
@@ -187,7 +188,9 @@ def test_rows_in_chunks(ranks, model_dir, sequences):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [(2, 2, 1), pytest.param((2, 1, 1, 2), marks=pytest.mark.wide)], ids=str
+)
 def test_a_large_model(fresh_ranks, model_dir, sequences, layout):
     """Weights are gathered layer by layer, and each row's gradients are summed at once.
 

@@ -133,7 +133,9 @@ def test_two_ranks_in_both_directions(ranks, path, sequences):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("critic", [(1, 1, 2, 1), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "critic", [pytest.param((1, 1, 2, 1), marks=pytest.mark.wide), (2, 1, 1, 1)], ids=str
+)
 def test_adapters(ranks, path, sequences, critic):
     """One critic is sharded by FSDP, and the pipeline of another runs the other way."""
     check(ranks, 2, path, sequences, (2, 1, 1, 1), critic, lora=2)
@@ -178,16 +180,21 @@ def test_a_searched_plan_interleaves_the_models(ranks, path, sequences):
     assert others_kept == [0] * 5
 
 
+OF_FOUR = [
+    ((4, 1, 1, 1), (2, 2, 1, 1), {}),
+    ((4, 1, 1, 1), (2, 1, 2, 1), {"reverse": False}),
+    ((2, 1, 2, 1), (2, 1, 2, 1), {"critics": 2}),
+    ((2, 2, 1, 1), (1, 1, 4, 1), {}),
+    ((2, 1, 1, 2), (2, 1, 1, 2), {}),
+    ((2, 1, 2, 1), (4, 1, 1, 1), {"schedule": "interleaved"}),
+]
+
+
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("actor", "critic", "settings"),
     [
-        ((4, 1, 1, 1), (2, 2, 1, 1), {}),
-        ((4, 1, 1, 1), (2, 1, 2, 1), {"reverse": False}),
-        ((2, 1, 2, 1), (2, 1, 2, 1), {"critics": 2}),
-        ((2, 2, 1, 1), (1, 1, 4, 1), {}),
-        ((2, 1, 1, 2), (2, 1, 1, 2), {}),
-        ((2, 1, 2, 1), (4, 1, 1, 1), {"schedule": "interleaved"}),
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in OF_FOUR),
         ((2, 1, 2, 1), (4, 1, 1, 1), {"schedule": "zero_bubble"}),
     ],
     ids=str,

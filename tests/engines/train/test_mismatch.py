@@ -87,7 +87,7 @@ def wanted(path, sequences, padded_log_probs, field):
     ("size", "layout"),
     [
         (1, {}), (2, {}), (2, {"pp": 2}), (2, {"cp": 2}),
-        pytest.param(4, {"fsdp": 2, "tp": 2}, marks=pytest.mark.layouts),
+        pytest.param(4, {"fsdp": 2, "tp": 2}, marks=[pytest.mark.layouts, pytest.mark.wide]),
         pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -107,7 +107,9 @@ def check(results: Sequence[dict[str, Any]], whole: dict[str, Any]) -> None:
     [
         ({"replicas": 2, "fsdp": 1}, ()),
         pytest.param({"replicas": 2, "fsdp": 2}, (), marks=pytest.mark.layouts),
-        pytest.param({"replicas": 2, "fsdp": 1, "tp": 2}, (), marks=pytest.mark.layouts),
+        pytest.param(
+            {"replicas": 2, "fsdp": 1, "tp": 2}, (), marks=[pytest.mark.layouts, pytest.mark.wide]
+        ),
         pytest.param({"replicas": 2, "fsdp": 2}, (10, 8), marks=pytest.mark.layouts, id="chunks"),
     ],
     ids=str,

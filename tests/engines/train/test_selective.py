@@ -124,7 +124,10 @@ def test_an_update_is_the_same_bit_for_bit(ranks, tiny, sequences, layout, lora,
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "large"),
-    [({"fsdp": 2, "ep": 2}, True), ({"tp": 2, "ep": 2}, False)],
+    [
+        ({"fsdp": 2, "ep": 2}, True),
+        pytest.param({"tp": 2, "ep": 2}, False, marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_experts(ranks, tiny, sequences, layout, large):
@@ -136,7 +139,11 @@ def test_experts(ranks, tiny, sequences, layout, large):
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "heads", "chunk"),
-    [({"fsdp": 2, "cp": 2}, 4, 0), ({"fsdp": 2, "cp": 2}, 4, 3), ({"pp": 2, "fsdp": 1}, 4, 8)],
+    [
+        pytest.param({"fsdp": 2, "cp": 2}, 4, 0, marks=pytest.mark.wide),
+        ({"fsdp": 2, "cp": 2}, 4, 3),
+        pytest.param({"pp": 2, "fsdp": 1}, 4, 8, marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_long_rows(ranks, tiny, sequences, layout, heads, chunk):

@@ -215,7 +215,15 @@ def test_layouts_equal_float64(ranks, tiny, layout, settings):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((1, 1, 1, 1), marks=pytest.mark.wide),
+        (1, 1, 2, 1),
+        pytest.param((2, 1, 1, 1), marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
 def test_experts_are_those_of_repeated_prompts(ranks, tiny, layout):
     """Replayed experts, their load and the balance loss: a prompt counts for each response."""
     path = tiny("qwen3_moe", True, **(SIZES | EXTRAS["qwen3_moe"]))
