@@ -38,9 +38,12 @@ def test_every_case_has_its_counts() -> None:
     assert WANTED.keys() == CASES.keys()
 
 
+FURTHER = [pytest.mark.layouts, pytest.mark.wide]
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.layouts] * (n == "671b on 512, fsdp")) for n in CASES],
+    [pytest.param(n, marks=FURTHER if n == "671b on 512, fsdp" else []) for n in CASES],
 )
 def test_a_rank_plans_its_rounds(name: str) -> None:
     """Within the bucket and NCCL's limit, to and from all whom the plan names, in the counts."""

@@ -144,7 +144,7 @@ def _pass_dry_run(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2))])
 def test_overrides_pass_the_dry_run(
     seed: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,7 +166,11 @@ SAFE = ["cost=regex", "cost.pattern='(?s)[a-m].*'", "cost.extract=null"]
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(
-    ("recipe", "more"), [("ppo", ["recipe.critic_warmup=1"]), ("safe_rlhf", SAFE)]
+    ("recipe", "more"),
+    [
+        ("ppo", ["recipe.critic_warmup=1"]),
+        pytest.param("safe_rlhf", SAFE, marks=pytest.mark.wide),
+    ],
 )
 def test_a_fused_run_trains_as_one_that_is_not(
     train_here: Callable[..., Any],

@@ -223,6 +223,7 @@ def test_the_longest_sequence_at_a_fixed_memory() -> None:
     assert all(0 < r["peak_mib"] <= 4 for r in lines.values())
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_conversations_against_other_ways_to_have_them() -> None:
     """Each side runs; the engine prefills prompts and replies once, less what is pending."""
