@@ -113,7 +113,7 @@ def test_a_record_is_followed_bit_for_bit(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("weights_come", [FREE, IN_FLIGHT])
+@pytest.mark.parametrize("weights_come", [pytest.param(FREE, marks=pytest.mark.wide), IN_FLIGHT])
 def test_a_resumed_run_trains_each_group_once(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, weights_come: str
 ) -> None:

@@ -382,12 +382,13 @@ STRICT = [
 def test_periodic_is_serial_bit_for_bit_whoever_generates(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
+    strict = [*STRICT, "trainer.save_every=0"]
     shared = start(
-        train_here, long_tail, tmp_path / "shared", *STRICT, "schedule=serial",
+        train_here, long_tail, tmp_path / "shared", *strict, "schedule=serial",
         "cluster.ranks=1", "cluster.pools.rollout=0",
     )  # fmt: skip
     for schedule in ("serial", "periodic"):
-        apart = start(train_here, long_tail, tmp_path / schedule, *STRICT, f"schedule={schedule}")
+        apart = start(train_here, long_tail, tmp_path / schedule, *strict, f"schedule={schedule}")
         assert different(shared, apart) == []
         if schedule == "periodic":
             check_versions(apart, 0, updates=2)
@@ -420,7 +421,7 @@ def test_adapters_alone_are_pushed(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
     """What generates is bit for bit what a switch makes; bytes are those of the adapters."""
-    adapters = ["actor.lora.rank=4", *STRICT]
+    adapters = ["actor.lora.rank=4", *STRICT, "trainer.save_every=0"]
     shared = start(
         train_here, long_tail, tmp_path / "shared", *adapters, "schedule=serial",
         "cluster.ranks=1", "cluster.pools.rollout=0",
@@ -434,7 +435,11 @@ def test_adapters_alone_are_pushed(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("schedule", SCHEDULES[1:], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(SCHEDULES[1], marks=pytest.mark.wide), SCHEDULES[2]],
+    ids=lambda names: names[0],
+)
 def test_a_run_repeats_and_resumes_bit_for_bit(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, schedule: list[str]
 ) -> None:
@@ -460,8 +465,11 @@ def test_a_run_repeats_and_resumes_bit_for_bit(
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("kv", "layout"),
-    [("recompute", []), ("keep", []),
-     ("recompute", ["cluster.ranks=4", "cluster.pools.rollout=2", "rollout.layout.pp=2"])],
+    [("recompute", []), pytest.param("keep", [], marks=pytest.mark.wide),
+     pytest.param(
+        "recompute", ["cluster.ranks=4", "cluster.pools.rollout=2", "rollout.layout.pp=2"],
+        marks=pytest.mark.wide,
+     )],
     ids=["recompute", "keep", "pp 2"],
 )  # fmt: skip
 def test_a_record_is_followed_bit_for_bit(
@@ -665,8 +673,12 @@ FAILING = [
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("ranks", FOLLOWERS.values(), ids=FOLLOWERS)
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(FOLLOWERS["apart"], marks=pytest.mark.wide), FOLLOWERS["shared"]],
+    ids=FOLLOWERS,
+)
+@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.wide), "keep"])
 def test_a_record_of_conversations_is_followed_bit_for_bit(
     train_here: Callable[..., Any],
     long_tail: list[str],
@@ -722,7 +734,11 @@ TRAINING = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, id=name, marks=[] if not layout else pytest.mark.layouts)
+        pytest.param(
+            layout,
+            id=name,
+            marks=[pytest.mark.layouts, pytest.mark.wide] if layout else [],
+        )
         for name, layout in TRAINING.items()
     ],
 )

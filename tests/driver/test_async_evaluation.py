@@ -35,10 +35,14 @@ def texts(file: Path, name: str) -> dict[int, dict[str, str]]:
     ("schedule", "ahead"),
     [
         (["schedule=one_step", "cluster.ranks=2", "cluster.pools.rollout=1"], 1),
-        (["schedule=async", "schedule.max_staleness=2", "cluster.ranks=4",
-          "cluster.pools.rollout=2", "trainer.layout.tp=2"], 2),
-        (["schedule=async", "schedule.max_staleness=2", "schedule.batches=as_complete",
-          "cluster.ranks=3", "cluster.pools.rollout=2"], None),
+        pytest.param(
+            ["schedule=async", "schedule.max_staleness=2", "cluster.ranks=4",
+             "cluster.pools.rollout=2", "trainer.layout.tp=2"], 2, marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            ["schedule=async", "schedule.max_staleness=2", "schedule.batches=as_complete",
+             "cluster.ranks=3", "cluster.pools.rollout=2"], None, marks=pytest.mark.wide,
+        ),
     ],
     ids=["one_step, 1 + 1", "two steps, 2 + 2", "as complete, 1 + 2"],
 )  # fmt: skip

@@ -19,7 +19,10 @@ STEPS = 4
     "layout",
     [
         ["cluster.ranks=2", "cluster.pools.rollout=1"],
-        ["cluster.ranks=3", "cluster.pools.rollout=1", "trainer.layout.tp=2"],
+        pytest.param(
+            ["cluster.ranks=3", "cluster.pools.rollout=1", "trainer.layout.tp=2"],
+            marks=pytest.mark.wide,
+        ),
         ["cluster.ranks=2", "cluster.pools.rollout=1", "rollout.top_p=0.8", "rollout.top_k=20"],
     ],
     ids=["1 + 1", "2 + 1", "truncated"],

@@ -82,6 +82,8 @@ CASES = {
     "experts, bfloat16": ["model=tiny_moe", "trainer.layout.tp=2", "rollout.layout.tp=2",
                           "rollout.layout.ep=2", BFLOAT16],
 }  # fmt: skip
+SHORT = ("1 + 1", "pp 2, tp 2, bfloat16")
+"""Cases of the short form of CI."""
 SPARSE = ["fsdp 2, two instances, bfloat16", "experts, bfloat16"]
 
 
@@ -117,7 +119,9 @@ def told_run(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[pytest.mark.wide] * (x not in SHORT)) for x in CASES]
+)
 def test_instances_have_what_was_trained(
     told_run: Callable[..., tuple[Any, Loaded]],
     make_config: Callable[..., Config],
@@ -156,7 +160,7 @@ def test_instances_have_what_was_trained(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("case", SPARSE)
+@pytest.mark.parametrize("case", [SPARSE[0], pytest.param(SPARSE[1], marks=pytest.mark.wide)])
 def test_sparse_pushes_are_full_ones(
     told_run: Callable[..., tuple[Any, Loaded]], make_config: Callable[..., Config], case: str
 ) -> None:

@@ -160,7 +160,9 @@ def early_spans(run: Any) -> list[Any]:
     "recipe",
     [
         ("recipe=grpo", "recipe.group_size=2"),
-        pytest.param(("recipe=rloo", "recipe.group_size=2"), marks=pytest.mark.layouts),
+        pytest.param(
+            ("recipe=rloo", "recipe.group_size=2"), marks=[pytest.mark.layouts, pytest.mark.wide]
+        ),
         pytest.param(("recipe=grpo", "recipe.group_size=2", *VLLM), marks=pytest.mark.vllm),
     ],
     ids=["grpo", "rloo", "vllm"],

@@ -58,7 +58,7 @@ def fetched_for(run: Any, names: Sequence[str] = PASSES) -> list[str]:
     "migration",
     [
         "kv",
-        pytest.param("recompute", marks=pytest.mark.layouts),
+        pytest.param("recompute", marks=[pytest.mark.layouts, pytest.mark.wide]),
         pytest.param("kv on Ray", marks=pytest.mark.ray),
         pytest.param("auto", marks=pytest.mark.slow),
     ],

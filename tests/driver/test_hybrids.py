@@ -39,6 +39,7 @@ def test_fused_is_serial_with_states_that_move(
         assert [x.scalars for x in mine.samples] == [x.scalars for x in others.samples]
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_resumed_run_is_the_whole_one(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path

@@ -23,7 +23,7 @@ SETTINGS = [
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.wide)])
 def test_a_run_trains_resumes_and_is_evaluated(
     family: str, train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_deep_features_belong_to_a_first_stage(
         shape.num_hidden_layers = 4
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_resumed_run_is_the_whole_one(
     small: list[str], train_here: Train, tmp_path: Path

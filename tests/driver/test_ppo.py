@@ -90,8 +90,8 @@ def change(run: Any, folder: str) -> torch.Tensor:
         pytest.param("critic of tp 2", marks=pytest.mark.slow),
         pytest.param("split, fused", marks=pytest.mark.layouts),
         pytest.param("split", marks=pytest.mark.slow),
-        pytest.param("standalone", marks=pytest.mark.layouts),
-        pytest.param("judges apart", marks=pytest.mark.layouts),
+        pytest.param("standalone", marks=[pytest.mark.layouts, pytest.mark.wide]),
+        pytest.param("judges apart", marks=[pytest.mark.layouts, pytest.mark.wide]),
     ],
 )
 def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) -> None:

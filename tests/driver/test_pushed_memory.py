@@ -87,10 +87,13 @@ class Held:
             self.deltas = max(self.deltas, sum(delta.nbytes for delta in deltas))
 
 
+FURTHER = [pytest.mark.layouts, pytest.mark.wide]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(x, id=name, marks=pytest.mark.layouts if "tp 2" in name else [])
+        pytest.param(x, id=name, marks=FURTHER if "tp 2" in name else [])
         for name, x in CASES.items()
     ],
 )

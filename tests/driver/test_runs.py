@@ -128,7 +128,9 @@ def in_layout(
     "name",
     [
         pytest.param("train 1x2x2, generate tp 4", marks=pytest.mark.layouts),
-        pytest.param("train 2x2x1, generate two of tp 2", marks=pytest.mark.layouts),
+        pytest.param(
+            "train 2x2x1, generate two of tp 2", marks=[pytest.mark.layouts, pytest.mark.wide]
+        ),
         pytest.param("train 1x1x2 twice, generate two of pp 2", marks=pytest.mark.slow),
     ],
 )

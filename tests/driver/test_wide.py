@@ -60,6 +60,7 @@ def test_the_tail_is_decoded_wide(
     assert all("samples/widened" not in line for line in serial.metrics)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     "layout",
