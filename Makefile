@@ -72,6 +72,9 @@ test: $(BIN)/.dev  ## fast tests, on CPU, in a few minutes
 test-long: $(BIN)/.dev  ## those that take most of a second of CPU time or more
 	$(PYTEST) -q $(PARALLEL) -m "long and not ($(OTHERS))" $(call MARKED,long)
 
+test-and-long: $(BIN)/.dev  ## both of these at once: what they share is imported and made once
+	$(PYTEST) -q $(PARALLEL) -m "not ($(OTHERS))"
+
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
 	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" $(call MARKED,layouts)  # each has up to four ranks
 
