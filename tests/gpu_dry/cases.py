@@ -178,6 +178,16 @@ CASES: dict[str, Case] = {
 }
 """Run by `make gpu-dry`."""
 
+WIDE = (
+    "30b-a3b on 8, ep",
+    "8b on 8, selective and tp",
+    "30b-a3b on 8, selective",
+    "32b on 64, adapters",
+    "32b on 64, zero bubble",
+)
+"""Left out by `--narrow`. Others have experts, partial recomputation, adapters and a zero-bubble
+pipeline, each with fewer axes beside it."""
+
 FULL = {
     name: replace(case, layers=None)
     for name, case in CASES.items()

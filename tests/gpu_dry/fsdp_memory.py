@@ -44,7 +44,7 @@ from hybridrl.preflight.mapping_roles import planned_roles, role_shapes  # noqa:
 from hybridrl.preflight.memory_plan import gpu_room, plan_run  # noqa: E402
 from hybridrl.preflight.prepare import build_recipe  # noqa: E402
 
-MODEL, RANKS = "llama3_8b", 64
+MODEL, LAYERS, RANKS = "llama3_8b", 32, 64
 PROMPT, RESPONSE, GROUP = 512, 1536, 8
 """Tokens of a prompt and of a response, responses of a prompt."""
 
@@ -63,11 +63,12 @@ class UpdateCase:
     layout: dict[str, object] = field(default_factory=dict)
     activations: str = "keep"
 
-    def config(self) -> Config:
-        """Return the config of a run that makes such updates."""
+    def config(self, layers: int) -> Config:
+        """Return the config of a run that makes such updates of so many layers."""
         compose.register()
         settings = [
             f"model={MODEL}",
+            f"model.shape.num_hidden_layers={layers}",
             "recipe=grpo",
             f"recipe.group_size={GROUP}",
             "cluster.device=cuda",
@@ -149,7 +150,7 @@ def of_rank(rank: int, case: UpdateCase, config: Config, device: FakeDevice) -> 
     """Return the peaks of an update, in bytes, on one rank."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        path = write_model(Path(folder), MODEL, None)
+        path = write_model(Path(folder), MODEL, config.model.shape["num_hidden_layers"])
         cuda = stack.enter_context(joined(rank, RANKS, strict=False))
         stack.enter_context(weights_without_values(device))
         stack.enter_context(mirrors_without_values(device))
@@ -200,6 +201,9 @@ def main() -> None:
     """Run the cases that the command line names; write a JSON file."""
     parser = argparse.ArgumentParser(prog="python -m gpu_dry.fsdp_memory")
     parser.add_argument("--case", action="append", help="a case by its name; all if left out")
+    parser.add_argument(
+        "--layers", type=int, default=LAYERS, help="of the model: it is cut to them"
+    )
     parser.add_argument("--out", type=Path, required=True, help="a JSON file for the results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -209,7 +213,7 @@ def main() -> None:
     results = {}
     for name in options.case or CASES:
         begun, case = time.process_time(), CASES[name]
-        config = case.config()
+        config = case.config(options.layers)
         results[name] = counted(case, config, device) | planned(config)
         print(f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True)
     options.out.write_text(json.dumps(results, indent=1))

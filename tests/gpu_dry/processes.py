@@ -35,9 +35,9 @@ def missed_by_tests(folder: Path, tests: Sequence[str]) -> dict[str, list[str]]:
     return missed
 
 
-def fsdp_memory(out: Path, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+def fsdp_memory(out: Path, cases: Sequence[str], *options: str) -> dict[str, dict[str, Any]]:
     """What `python -m gpu_dry.fsdp_memory` counts and plans; `out` is scratch."""
-    command = [sys.executable, "-m", "gpu_dry.fsdp_memory", "--out", str(out)]
+    command = [sys.executable, "-m", "gpu_dry.fsdp_memory", "--out", str(out), *options]
     command += [f"--case={name}" for name in cases]
     subprocess.run(command, env=_environment(), check=True)
     figures: dict[str, dict[str, Any]] = json.loads(out.read_text())

@@ -37,8 +37,10 @@ Figures = dict[str, dict[str, Any]]
     ids=["some", "others"],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """Of the whole model; with `--narrow` of eight of its layers, each of which adds as much."""
     out = tmp_path_factory.mktemp("fsdp_memory") / "bytes.json"
-    figures = fsdp_memory(out, request.param)
+    cut = ["--layers=8"] if request.config.getoption("narrow") else []
+    figures = fsdp_memory(out, request.param, *cut)
     assert list(figures) == list(request.param)
     return figures
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpu_dry.case import MIXED
-from gpu_dry.cases import CASES, OTHER_RANKS
+from gpu_dry.cases import CASES, OTHER_RANKS, WIDE
 from gpu_dry.processes import missed_by_tests, run_processes
 from gpu_dry.refused import COMPUTED, REFUSED, refused_by_torchs_page
 from gpu_dry.tables import (
@@ -58,9 +58,13 @@ HALVES = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, Any]:
     """What the cases did: `cases`, `provoked`, and `missed`, the lines that no process ran."""
-    first, second = run_processes(tmp_path_factory.mktemp("gpu_dry"), HALVES)
+    left_out = WIDE if pytestconfig.getoption("narrow") else ()
+    halves = [[name for name in half if name not in left_out] for half in HALVES]
+    first, second = run_processes(tmp_path_factory.mktemp("gpu_dry"), halves)
     return {
         "cases": {**first["cases"], **second["cases"]},
         "memory": {**first["memory"], **second["memory"]},
