@@ -478,7 +478,7 @@ def talk(
     preempted.
     """
     longest = len(requests[-1].prompt_ids) + requests[0].sampling.max_new_tokens
-    tight = {"kv_cache_tokens": longest + 30, "block_size": 1, "max_running": 3}
+    tight = {"kv_cache_tokens": longest + 15, "block_size": 1, "max_running": 3}
 
     def engine(**options: Any) -> NativeEngine:
         return make(config, weights, pp, tp, max_sequence=96, **options)
@@ -531,7 +531,7 @@ def test_conversations(
 ) -> None:
     """As in one process; deterministic ones are the same bit for bit, whatever becomes of them."""
     model = make_model("qwen3", **ODD)
-    sampling = SamplingParams(60, max_turn_tokens=9, stop_token_ids=(3, 7, 20, 41))
+    sampling = SamplingParams(36, max_turn_tokens=9, stop_token_ids=(3, 7, 20, 41))
     requests = [
         Request(i, [5 + i // 3] * (4 + i), sampling, stream_key(1, i), None) for i in range(6)
     ]
