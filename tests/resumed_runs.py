@@ -18,6 +18,8 @@ TIMES = (
 WHEN_MADE = ("mismatch/", "samples/generated_tokens")
 """Metrics that say how far instances of their own are ahead of training."""
 
+RECORDS = ("metrics", "samples", "lengths", "digests")
+
 
 def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint has to go on from, whole: parameters, moments, averages."""
@@ -47,14 +49,19 @@ def state(checkpoint: Path) -> dict[str, Any]:
 
 def check_same(one: Path, other: Path, folder: Path, timed: tuple[str, ...] = ()) -> None:
     """Two runs that are over: every tensor, the driver's state, the records but `timed` metrics."""
+    check_same_state(one, other, folder)
+    for name in RECORDS:
+        assert lines(one, name, timed) == lines(other, name, timed), name
+
+
+def check_same_state(one: Path, other: Path, folder: Path) -> None:
+    """Two runs that are over: every tensor, and the driver's state."""
     a, b = tensors(one / "final", folder), tensors(other / "final", folder)
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     before, after = state(one / "final"), state(other / "final")
     for key in ("step", "phase", "prompts", "roles", "recipe", "bad_steps", "evaluated", "before"):
         assert before[key] == after[key], key
-    for name in ("metrics", "samples", "lengths", "digests"):
-        assert lines(one, name, timed) == lines(other, name, timed), name
 
 
 def ended(run_dir: Path, copy: Path, step: int) -> Path:

@@ -213,7 +213,7 @@ class RunRecords:
     ) -> None:
         """Have `record` called with what is known of the first samples, their texts and `facts`.
 
-        Samples whose instance has died meanwhile have no texts, and no line.
+        Samples whose instance has died meanwhile have a line without texts.
         """
         shown = samples[: self.samples_per_step]
         by_rank: dict[int, list[SampleId]] = defaultdict(list)
@@ -223,28 +223,24 @@ class RunRecords:
         read_texts(
             by_rank,
             lambda texts: record(
-                [
-                    _as_line(one, texts[one.id], others) | facts.get(one.id, {})
-                    for one in shown
-                    if one.id in texts
-                ]
+                [_as_line(one, texts.get(one.id), others) | facts.get(one.id, {}) for one in shown]
             ),
         )
 
 
-def _as_line(sample: Sample, texts: SampleTexts, others: Sequence[str]) -> dict[str, Any]:
+def _as_line(sample: Sample, texts: SampleTexts | None, others: Sequence[str]) -> dict[str, Any]:
     """A line of samples.jsonl; `others` are scores besides the reward."""
     return {
         "id": str(sample.id),
-        "prompt": texts.prompt,
-        "response": texts.response,
+        "prompt": texts and texts.prompt,
+        "response": texts and texts.response,
         "reward": _score(sample, "reward"),
         "status": sample.scalars.get("reward_status"),
         "tokens": sample.response_tokens,
         "finish": sample.scalars.get("finish"),
         "advantage": sample.scalars.get("advantage"),
         **{name: _score(sample, name) for name in others},
-        **_turns(texts),
+        **(_turns(texts) if texts else {}),
         **_failure(sample),
     }
 

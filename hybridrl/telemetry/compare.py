@@ -214,7 +214,7 @@ def samples_beside(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     for group in groups:
         last: dict[tuple[str, str], dict[str, Any]] = {}
         for row in group.runs[0].samples:
-            if row.get("phase") == "evaluation":
+            if row.get("phase") == "evaluation" and row.get("prompt") is not None:
                 last[str(row.get("set", "")), str(row.get("prompt"))] = row
         responses.append(last)
     shared = [key for key in responses[0] if all(key in of_group for of_group in responses)]

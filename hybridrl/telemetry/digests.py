@@ -107,10 +107,13 @@ def step_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def coarse_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """The steps of a run from its metrics and the few samples that every run keeps."""
+    """The steps of a run from its metrics and the few samples that every run keeps.
+
+    Samples whose texts were lost with their instance are left out.
+    """
     samples: dict[int, dict[str, dict[str, Any]]] = {}
     for line in read_lines(run_dir / "samples.jsonl"):
-        if line.get("phase") != "evaluation":
+        if line.get("phase") != "evaluation" and line.get("response") is not None:
             kept = {name: line.get(name) for name in _COARSE}
             samples.setdefault(int(line["step"]), {})[str(line["id"])] = kept
     numbers: dict[int, dict[str, dict[str, float]]] = {}

@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m chaos FILE [--seeds N ...] [--minutes N] [--write]
 
 Each case is a line of JSON that is appended to FILE; a later call goes on with the seeds that FILE
-lacks. `make test-chaos` calls it. Network namespaces, Ray and vLLM are left out. Needs root.
+lacks. `make test-chaos` calls it. Seeds from 1000 on have runs on Ray. Network namespaces and vLLM
+are left out. Needs root.
 """
 
 import argparse
@@ -18,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from chaos.attempts import start_server
+from chaos.cases import CASES, RAY_SEEDS
 from chaos.strikes import own_mounts
 from chaos.summary import write
 
 from hybridrl.telemetry.records import read_lines
 
-CASES = 300
-"""The seeds of a whole call, from 0 on."""
+ALL = (*range(CASES), *RAY_SEEDS)
 
 
 def main() -> None:
     """Parse and run; exits with 1 where something did not hold."""
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="a line of JSON a case")
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(CASES), metavar="N")
+    parser.add_argument("--seeds", type=int, nargs="+", default=ALL, metavar="N")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--keep", type=Path, help="for runs with which something is wrong")
     parser.add_argument("--write", action="store_true", help="the counts into docs/checkpoints.md")

@@ -4,12 +4,16 @@ A moment is a call that a rank is in, after so many steps, and a part of the sec
 call takes. So a seed strikes about the same place again, on machines of any speed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from random import Random
 
+CASES = 300
+"""The seeds of a whole call, from 0 on."""
+RAY_SEEDS = range(1000, 1030)
+"""Seeds of a whole call whose runs each have a Ray cluster of their own, on this machine."""
 STEPS, SAVE_EVERY, RESTARTS = 6, 2, 9
 HANG_FLOOR_S = 5
 STARTS, ENDED = "start", "ended"
@@ -59,6 +63,7 @@ class Kind(Enum):
     STOP_DRIVER = "the driver is stopped for 3 s"
     TERMINATE = "SIGTERM to the driver"
     KILL_SANDBOX = "a process of a judge or an environment is killed"
+    KILL_RAYLET = "the raylet is killed"
     FULL_DISK = "the disk of the run directory is full"
     READ_ONLY = "the run directory becomes read-only"
     CUT_FILE = "the driver is killed, and a file of the newest checkpoint cut off"
@@ -77,6 +82,11 @@ WEIGHTS = {
     Kind.CUT_FILE: 1, Kind.FLIP_BIT: 3, Kind.TEAR_RECORD: 2,
 }  # fmt: skip
 """How often each is drawn: one that takes long is rare."""
+RAY_WEIGHTS = {
+    Kind.KILL_RANK: 4, Kind.STOP_RANK: 1, Kind.KILL_DRIVER: 3, Kind.TERMINATE: 1,
+    Kind.KILL_SANDBOX: 2, Kind.KILL_RAYLET: 2,
+}  # fmt: skip
+"""The same on Ray; files and disks are as without it."""
 
 CALLS = {
     STARTS: (0, 0), "listen": (0, 0), "setup": (0, 0), "begin": (0, 0), "": (0, STEPS),
@@ -121,6 +131,7 @@ class Case:
     """A run and its faults, drawn from a seed."""
 
     seed: int
+    cluster: str
     schedule: str
     recipe: str
     restarts: int
@@ -151,14 +162,16 @@ def num_ranks(schedule: str) -> int:
 def draw(seed: int) -> Case:
     """The case of a seed."""
     random, (schedule, recipe) = Random(seed), SETTINGS[seed % len(SETTINGS)]
+    on_ray = seed >= RAY_SEEDS.start
+    cluster, weights = ("local", RAY_WEIGHTS) if on_ray else ("processes", WEIGHTS)
     restarts, background = random.choice((0, RESTARTS)), random.random() < 0.5
-    faults = [draw_fault(random, schedule) for _ in range(random.randint(*MOST))]
-    return Case(seed, schedule, recipe, restarts, background, faults)
+    faults = [draw_fault(random, schedule, weights) for _ in range(random.randint(*MOST))]
+    return Case(seed, cluster, schedule, recipe, restarts, background, faults)
 
 
-def draw_fault(random: Random, schedule: str) -> Fault:
+def draw_fault(random: Random, schedule: str, weights: Mapping[Kind, int]) -> Fault:
     """A fault of a random kind, at any call of any rank, at any of its steps."""
-    (kind,) = random.choices([*WEIGHTS], [*WEIGHTS.values()])
+    (kind,) = random.choices([*weights], [*weights.values()])
     rank = random.randrange(num_ranks(schedule))
     call = random.choice([call for call in CALLS if call not in NEVER[schedule]])
     step = random.randint(*CALLS[call])

@@ -1,10 +1,10 @@
 """A case from its seed to what did not hold; the undisturbed run of each setting is made once."""
 
+import os
 import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,18 @@ from chaos.cases import (
     draw,
     num_ranks,
 )
+from chaos.differences import differences
 from chaos.strikes import Damage, Disk, damage, is_stopped, strike
-from resumed_runs import WHEN_MADE, check_same, lines
 from whole_runs import REPLAYED, TINY, USER_REWARDS
 
+from hybridrl.runtime.ray_cleanup import kill_marked
+from hybridrl.system.owned_folder import remove_abandoned
 from hybridrl.telemetry.records import read_lines
 
-BOUND_S = 150.0
-"""Within so many seconds every process of the command must have ended by itself; it takes 5."""
-WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted", "plan/")
-"""Metrics that time or a death decides; the samples themselves are those of the undisturbed run."""
+BOUND_S = {"processes": 150.0, "local": 300.0}
+"""Within so many seconds every process of the command must have ended by itself, by its cluster; it
+takes 5, and 30 on Ray.
+"""
 
 
 class Runs:
@@ -51,13 +53,13 @@ class Runs:
         self.rewards.write_text(USER_REWARDS)
         self._seconds: dict[str, dict[str, float]] = {}
 
-    def settings(self, schedule: str, recipe: str) -> list[str]:
-        """The overrides of the undisturbed run."""
+    def settings(self, schedule: str, recipe: str, cluster: str = "processes") -> list[str]:
+        """The overrides of the undisturbed run, which has no Ray."""
         reward = [
             "reward=function", f"reward.function={self.rewards}:score", "reward.extract=null",
         ]  # fmt: skip
         own = [*SCHEDULES[schedule], *RECIPES[recipe], f"trainer.steps={STEPS}"]
-        own += [f"trainer.save_every={SAVE_EVERY}", "cluster=processes", "run.dir=run"]
+        own += [f"trainer.save_every={SAVE_EVERY}", f"cluster={cluster}", "run.dir=run"]
         own += [] if recipe == "talk" else reward
         changed = tuple(f"{setting.partition('=')[0]}=" for setting in own)
         rest = (*TINY, *REPLAYED)
@@ -72,7 +74,7 @@ class Runs:
             args = [*self.settings(schedule, recipe), "trainer.resume=auto"]
             attempt = Attempt(run_dir, self.folder / setting / "log", args)
             calls = _Calls(attempt, num_ranks(schedule))
-            code = attempt.watch(calls.look, BOUND_S)
+            code = attempt.watch(calls.look, BOUND_S["processes"])
             assert code == 0, attempt.said
             assert not left_behind()
             self._seconds[setting] = calls.seconds
@@ -84,11 +86,13 @@ class Runs:
         whole, seconds = self.whole(case.schedule, case.recipe)
         disk = Disk(self.folder / f"case_{seed}")
         temporary, begun = _temporary(), time.monotonic()
-        under = _UnderFaults(case, disk, seconds, self.settings(case.schedule, case.recipe))
+        settings = self.settings(case.schedule, case.recipe, case.cluster)
+        under = _UnderFaults(case, disk, seconds, settings)
         try:
             under.run()
             if not under.wrong:
                 under.wrong += differences(whole, disk.run_dir, case, self.folder)
+            remove_later()
             if left := _temporary() - temporary:
                 under.wrong.append(f"left in the temporary folder: {', '.join(sorted(left))}")
             if under.wrong and self.keep and disk.run_dir.exists():
@@ -101,8 +105,8 @@ class Runs:
     @staticmethod
     def _line(case: Case, under: "_UnderFaults", seconds: float) -> dict[str, Any]:
         return {
-            "seed": case.seed, "setting": case.setting, "restarts": case.restarts,
-            "background": case.background,
+            "seed": case.seed, "cluster": case.cluster, "setting": case.setting,
+            "restarts": case.restarts, "background": case.background,
             "faults": [{**asdict(fault), "kind": fault.kind.name} for fault in case.faults],
             "struck": [struck.line() for struck in under.struck], "ends": under.ends,
             "wrong": under.wrong, "restarted": under.restarted, "seconds": round(seconds, 1),
@@ -165,7 +169,8 @@ class _UnderFaults:
             log = self.disk.place.with_suffix(f".{number}.log")
             attempt = Attempt(self.disk.run_dir, log, self.args)
             here: list[Struck] = []
-            code = attempt.watch(lambda of=attempt, here=here: self._look(of, here), BOUND_S)
+            bound_s = BOUND_S[self.case.cluster]
+            code = attempt.watch(lambda of=attempt, here=here: self._look(of, here), bound_s)
             if code != -signal.SIGKILL:  # it had ended before it could be killed
                 here = [struck for struck in here if struck.fault.kind not in ENDS_DRIVER]
             self.struck += here
@@ -243,6 +248,8 @@ def _codes(kinds: set[Kind], case: Case, refused: bool) -> set[int]:
     ends = not case.restarts or Kind.TERMINATE in kinds  # no rank starts anew once a run is to end
     if kinds & {*OF_RANKS} and ends:
         codes |= {1}
+    if Kind.KILL_RAYLET in kinds:
+        codes |= {1}
     if kinds & {*OF_DISK}:
         codes |= {1, 2}
     if Kind.TERMINATE in kinds:
@@ -250,41 +257,15 @@ def _codes(kinds: set[Kind], case: Case, refused: bool) -> set[int]:
     return codes
 
 
-def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[str]:
-    """What of a run that has ended is not as in the undisturbed one."""
-    wrong = []
-    timed = (*WHEN_MOVED, *(WHEN_MADE if case.schedule == "async" else ()))
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        try:
-            check_same(whole, run_dir, Path(temporary), timed)
-        except AssertionError as error:
-            differing = _differing(lines(whole, "metrics", timed), lines(run_dir, "metrics", timed))
-            wrong.append(f"differs: {' '.join(str(error).split())[:600]}; {differing}")
-    samples = [x for x in read_lines(run_dir / "samples.jsonl") if x["phase"] == "rl"]
-    twice = [id for id, count in Counter(x["id"] for x in samples).items() if count > 1]
-    if twice:
-        wrong.append(f"samples that are there twice: {twice}")
-    for line in read_lines(run_dir / "metrics.jsonl"):
-        if line.get("samples/staleness", 0) > 2:
-            wrong.append(f"a staleness of {line['samples/staleness']} in step {line['step']}")
-    for name in ("", "checkpoints", "final"):
-        left = _hidden(run_dir / name) - _hidden(whole / name)
-        wrong += [f"left in the run directory: {name}/{hidden}" for hidden in sorted(left)]
-    return wrong
+def remove_later() -> None:
+    """Remove what a run that starts a minute later would: the folders that killed ones have left.
 
-
-def _differing(whole: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
-    """The keys of metrics that differ, in words."""
-    lines = [f"{len(whole)} and {len(others)} lines"] * (len(whole) != len(others))
-    for one, other in zip(whole, others, strict=False):
-        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        lines += [f"step {one['step']} {key}: {one.get(key)}, {other.get(key)}" for key in keys]
-    return ", ".join(lines[:20])
-
-
-def _hidden(folder: Path) -> set[str]:
-    """Names of what is being written in a folder, and of what stays so."""
-    return {path.name for path in folder.iterdir() if path.name.startswith(".")}
+    A driver that starts Ray has one, for Ray's sockets and logs.
+    """
+    place = Path(tempfile.gettempdir())
+    for folder in place.glob("hrl*"):
+        os.utime(folder, (0, 0))
+    remove_abandoned(place, "hrl", lambda left: kill_marked(str(left)))
 
 
 def _temporary() -> set[str]:

@@ -48,12 +48,18 @@ class Disk:
             except OSError:
                 file.truncate(max(0, file.tell() - spare))
 
-    def make_read_only(self) -> None:
-        """What is open for writing stays so; nothing in the run directory can be made or opened."""
+    def make_read_only(self) -> bool:
+        """What is open for writing stays so; nothing in the run directory can be made or opened.
+
+        Gives False where it is so already: a second mount would outlive `mend`.
+        """
+        if self._read_only:
+            return False
         self.run_dir.mkdir(exist_ok=True)
         _run("mount", "--bind", self.run_dir, self.run_dir)
         _run("mount", "-o", "remount,bind,ro", self.run_dir)
         self._read_only = True
+        return True
 
     def mend(self) -> None:
         """Undo it."""
@@ -78,11 +84,13 @@ def strike(fault: Fault, driver: int, disk: Disk) -> str:
         disk.fill(spare := int(fault.share * _SPARE_BYTES))
         return f"{spare} bytes are free"
     if kind is Kind.READ_ONLY:
-        disk.make_read_only()
-        return str(run_dir.name)
+        return run_dir.name if disk.make_read_only() else ""
     if kind is Kind.KILL_SANDBOX:
         pids = sandboxes(driver, run_dir)
         return _signal(pids[int(fault.share * len(pids))], signal.SIGKILL) if pids else ""
+    if kind is Kind.KILL_RAYLET:
+        pids = raylets(driver)
+        return _signal(pids[0], signal.SIGKILL) if pids else ""
     if kind in (Kind.KILL_RANK, Kind.STOP_RANK):
         rank = activity.read(activity.file_of(run_dir, fault.rank))
         number = signal.SIGKILL if kind is Kind.KILL_RANK else signal.SIGSTOP
@@ -145,6 +153,14 @@ def sandboxes(driver: int, run_dir: Path) -> list[int]:
             children = psutil.Process(parent).children()
             pids |= {child.pid for child in children if "hybridrl.sandbox" in child.cmdline()}
     return sorted(pids)
+
+
+def raylets(driver: int) -> list[int]:
+    """The raylet of the cluster that a driver has started, if it is there."""
+    with suppress(psutil.Error):
+        children = psutil.Process(driver).children()
+        return [child.pid for child in children if child.name() == "raylet"]
+    return []
 
 
 def is_stopped(pid: int) -> bool:

@@ -20,6 +20,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     settings = Counter(line["setting"] for line in lines)
     restarts = sum(line["restarted"] for line in lines)
     again = sum(len(line["ends"]) - 1 for line in lines)
+    on_ray = [line for line in lines if line.get("cluster") == "local"]
+    of_ray = sum(len(line["struck"]) for line in on_ray)
     rows = ["| fault | times | in runs | of these not as they must be |", "|---|---|---|---|"]
     for kind in Kind:
         of_kind = [x for x in lines if any(f["fault"] == kind.name for f in x["struck"])]
@@ -29,7 +31,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     parts = [
         f"{len(lines)} runs under {len(struck)} faults ({drawn - len(struck)} more were drawn for "
         f"moments that did not come). Their last records have {restarts} restarts; "
-        f"the command was given again {again} times.",
+        f"the command was given again {again} times. "
+        f"{len(on_ray)} of the runs, under {of_ray} of the faults, were on Ray.",
         "\n".join(rows),
         f"Runs by schedule and recipe: {_counts(settings)}.",
         f"The call that the drawn rank was in: {_counts(calls)}.",

@@ -1,28 +1,41 @@
 """A few seeds of `make test-chaos`, and what a seed draws."""
 
 import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chaos.cases import CALLS, NOTHING, Kind, draw, num_ranks
+from chaos.cases import CALLS, CASES, NOTHING, RAY_SEEDS, RAY_WEIGHTS, WEIGHTS, draw, num_ranks
+from chaos.differences import TIMED, WHEN_MOVED, record_differences
+from chaos.strikes import Disk, own_mounts
 from chaos.summary import summary
+
+from hybridrl.telemetry.records import dump
 
 SEEDS = [[144], [232, 266]]
 """A driver that is killed twice, once amid a line of a record; ranks that are, and SIGTERM."""
 
 
 def test_a_seed_draws_the_same_faults_each_time() -> None:
-    cases = [draw(seed) for seed in range(300)]
-    assert cases == [draw(seed) for seed in range(300)]
+    cases, on_ray = ([draw(seed) for seed in seeds] for seeds in (range(CASES), RAY_SEEDS))
+    assert cases == [draw(seed) for seed in range(CASES)]
     faults = Counter(fault.kind for case in cases for fault in case.faults)
-    assert faults.keys() == {*Kind}
+    assert faults.keys() == WEIGHTS.keys()
     assert min(faults.values()) > 30
+    ray_faults = Counter(fault.kind for case in on_ray for fault in case.faults)
+    assert ray_faults.keys() == RAY_WEIGHTS.keys()
+    assert ray_faults.total() > 2 * 40
+    assert {case.cluster for case in cases} == {"processes"}
+    assert {case.cluster for case in on_ray} == {"local"}
     assert len({case.setting for case in cases[:10]}) == 10
-    for case in cases:
+    for case in (*cases, *on_ray):
         for fault in case.faults:
             first, last = CALLS[fault.call]
             assert first <= fault.step <= last
@@ -36,13 +49,22 @@ def test_what_was_tried_is_counted() -> None:
     ]
     line = {"setting": "serial-ppo", "faults": [1, 2, 3], "struck": faults, "restarted": 1}
     lines = [line | {"ends": [1, 2], "wrong": wrong} for wrong in ([], ["differs"])]
+    lines += [line | {"cluster": "local", "ends": [1], "wrong": []}]
     text = summary(lines)
-    assert text.startswith("2 runs under 4 faults (2 more were drawn for moments that did not come")
-    assert "have 2 restarts; the command was given again 2 times." in text
-    assert "| a rank is killed | 2 | 2 | 1 |" in text
-    assert "| the driver is killed | 2 | 2 | 1 |" in text
+    assert text.startswith("3 runs under 6 faults (3 more were drawn for moments that did not come")
+    assert "have 3 restarts; the command was given again 2 times." in text
+    assert "1 of the runs, under 2 of the faults, were on Ray." in text
+    assert "| a rank is killed | 3 | 3 | 1 |" in text
+    assert "| the driver is killed | 3 | 3 | 1 |" in text
     assert "a bit of such a file flipped | 0 | 0 | 0 |" in text
-    assert text.endswith("The call that the drawn rank was in: update 2, none 2.")
+    assert text.endswith("The call that the drawn rank was in: update 3, none 3.")
+
+
+def mounts() -> bool:
+    """Whether file systems can be mounted here."""
+    return (
+        not os.geteuid() and not subprocess.run(["unshare", "-m", "true"], check=False).returncode
+    )
 
 
 @pytest.mark.layouts
@@ -53,7 +75,7 @@ def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
     tmp_path: Path, seeds: list[int]
 ) -> None:
     """`make test-chaos` has more seeds: other schedules and recipes, and the other kinds."""
-    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+    if not mounts():
         pytest.skip("file systems cannot be mounted here, to be full or read-only")
     file = tmp_path / "chaos.jsonl"
     command = [sys.executable, "-m", "chaos", str(file), "--seeds", *map(str, seeds)]
@@ -63,3 +85,82 @@ def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["seed"] for line in lines] == seeds
     assert sum(len(line["struck"]) for line in lines) >= len(seeds)
+
+
+def test_a_directory_that_is_read_only_twice_is_mended_once() -> None:
+    """The second mount would stay, and the last command be refused for it."""
+    if not mounts():
+        pytest.skip("file systems cannot be mounted here")
+    child = multiprocessing.get_context("fork").Process(target=strike_twice)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def strike_twice() -> None:
+    """In a process whose mounts end with it."""
+    own_mounts()
+    disk = Disk(Path(tempfile.mkdtemp()) / "case")
+    try:
+        assert disk.make_read_only()
+        assert not disk.make_read_only()
+        assert not is_writable(disk.run_dir)
+        disk.mend()
+        assert is_writable(disk.run_dir)
+    finally:
+        disk.close()
+        shutil.rmtree(disk.place.parent)
+
+
+def is_writable(folder: Path) -> bool:
+    try:
+        (folder / "file").touch()
+    except OSError:
+        return False
+    return True
+
+
+def write_run(folder: Path, **records: list[dict[str, Any]]) -> Path:
+    """Write the records of a run; those that are not named are those of an undisturbed one."""
+    folder.mkdir()
+    default = {"metrics": [{"step": 1}], "samples": [SAMPLE], "lengths": [], "digests": [DIGESTS]}
+    for name, of_name in {**default, "events": [], **records}.items():
+        (folder / f"{name}.jsonl").write_text("".join(dump(line) + "\n" for line in of_name))
+    return folder
+
+
+SAMPLE = {"step": 1, "id": "0.0", "prompt": "1", "response": "2", "reward": 0.5}
+LOST = SAMPLE | {"prompt": None, "response": None}
+KEPT = {"step": 1, "environment/kept_kv_tokens": 323.0}
+DIGESTS = {"step": 1, "samples": {"0.0": {"tokens": ["a", None]}, "0.1": {"tokens": ["b", None]}}}
+FEWER = {"step": 1, "samples": {"0.0": {"tokens": ["a", None]}}}
+OTHERS = {"step": 1, "samples": {"0.0": {"tokens": ["c", None]}}}
+DEATH = [{"kind": "death", "step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "records", "wrong"),
+    [
+        ("fused", {"metrics": [KEPT]}, ""),
+        ("serial", {"metrics": [KEPT]}, "metrics; step 1 environment/kept_kv_tokens: None, 323.0"),
+        ("async", {"samples": [LOST], "events": DEATH}, ""),
+        ("async", {"samples": [LOST]}, "samples; step 1 0.0 prompt: 1, None, step 1 0.0 response"),
+        (
+            "async",
+            {"samples": [LOST | {"reward": 1.0}], "events": DEATH},
+            "samples; step 1 0.0 reward: 0.5, 1.0",
+        ),
+        ("async", {"samples": [], "events": DEATH}, "samples; step 1 0.0 step: 1, None"),
+        ("async", {"digests": [FEWER], "events": DEATH}, ""),
+        ("async", {"digests": [FEWER]}, "digests; step 1 samples"),
+        ("async", {"digests": [OTHERS], "events": DEATH}, "digests; step 1 samples"),
+    ],
+)
+def test_what_may_differ(
+    schedule: str, records: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
+    """Metrics that time decides, and what an instance had not told before it died."""
+    whole, other = write_run(tmp_path / "whole"), write_run(tmp_path / "other", **records)
+    differing = record_differences(whole, other, TIMED.get(schedule, WHEN_MOVED))
+    assert len(differing) == bool(wrong)
+    assert "".join(differing).removeprefix("differs: ").startswith(wrong)

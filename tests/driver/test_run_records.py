@@ -174,6 +174,24 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     ]
 
 
+def test_a_sample_whose_texts_died_with_its_instance_keeps_its_line(tmp_path: Path) -> None:
+    """The step has trained on it, so the record has it; the dead rank alone knew its text."""
+    scalars = {"reward": 0.5, "reward_status": "ok", "finish": "stop", "advantage": -1.0}
+    samples = [Sample(id=SampleId(4 + r), rank=r, scalars=scalars) for r in (0, 1)]
+
+    def texts(by_rank: Mapping[int, list[SampleId]], then: ThenTexts) -> None:
+        then(dict.fromkeys(by_rank[0], SampleTexts("2 + 2", "4")))
+
+    with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
+        records = RunRecords(telemetry, 2, lambda: 1, lambda _: (), lambda _: ("sums", "task"))
+        records.record_samples(samples, texts, {})
+        records.record_evaluated("main", 1, samples, texts)
+    trained, lost, *evaluated = read_lines(tmp_path / "samples.jsonl")
+    assert (lost["id"], lost["prompt"], lost["response"]) == ("5.0", None, None)
+    assert {**lost, "id": "4.0", "prompt": "2 + 2", "response": "4"} == trained
+    assert [line["response"] for line in evaluated] == ["4", None]
+
+
 def test_a_score_that_its_judge_did_not_give_is_in_no_record() -> None:
     scalars = {"reward": 0.0, "reward_status": "error: a", "cost": 2.0, "cost_status": "ok"}
     good = Sample(id=SampleId(4), rank=0, scalars={**scalars, "reward_status": "ok", "reward": 3.0})

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.config import Config
 from hybridrl.config.cluster import Placement
-from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.rank_failures import InstanceEnded, WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.step_digests import read_step_digests
 from hybridrl.driver.worker_group import WorkerGroup
@@ -226,6 +226,25 @@ def test_a_pool_that_is_busy_lets_samples_be_read(
     executor.drain()
     assert lines == ["0.0 of rank 1", "1.0 of rank 0"]
     assert sorted(steps.spans) == [(1, "texts"), (2, "texts")]
+
+
+def test_an_instance_that_ends_takes_its_texts_alone(
+    executor: RayExecutor, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read of the others comes, and nobody waits for the dead rank."""
+    value_of = executor.group.value_of
+
+    def ended(rank: int, *call: Any) -> Any:
+        if rank == 0:
+            raise InstanceEnded(0)
+        return value_of(rank, *call)
+
+    monkeypatch.setattr(executor.group, "value_of", ended)
+    read_ids: list[SampleId] = []
+    executor.read_texts({0: [SampleId(0)], 1: [SampleId(1)]}, read_ids.extend)
+    worker.held.set()
+    executor.drain()
+    assert read_ids == [SampleId(1)]
 
 
 def test_a_pool_that_is_busy_lets_a_step_be_digested(executor: RayExecutor, worker: Worker) -> None:

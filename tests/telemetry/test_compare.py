@@ -24,7 +24,9 @@ def write(folder: Path, lr: float, seed: int, offset: float, steps: int = 6) -> 
             reward = {"reward_mean": step / 10 + offset, "samples/tokens": 100.0}
             telemetry.log(step, reward)
             answer = {"set": "main", "prompt": f"{step % 2}?", "response": f"<b>{lr} {step}</b>"}
-            telemetry.samples(step, [{"id": str(step), "reward": 1.0, **answer}], "evaluation")
+            lost = {"id": "lost with its instance", "reward": 0.0, "set": "main", "prompt": None}
+            lines = [{"id": str(step), "reward": 1.0, **answer}, {**lost, "response": None}]
+            telemetry.samples(step, lines, "evaluation")
         telemetry.log(steps, {"eval_accuracy": 0.5 + offset, "eval/own/pass@4": 0.25})
     settings = {"run": {"dir": str(folder), "seed": seed}, "trainer": {"optim": {"lr": lr}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | {"model": {"path": None}}))

@@ -114,19 +114,19 @@ def test_shards_are_joined_in_rank_order() -> None:
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
-    """The later line of a step counts; without digests, metrics and some samples do."""
+    """The later line of a step counts; without digests, metrics and samples with texts do."""
     from dataclasses import asdict
 
     lines = [{"step": 1, "phase": "rl", **asdict(record(dropped={"12.0": x}))} for x in "ab"]
     (tmp_path / "digests.jsonl").write_text("".join(dump(line) + "\n" for line in lines))
     assert read_steps(tmp_path) == {1: record(dropped={"12.0": "b"})}
     sample = {"step": 2, "phase": "rl", "id": "7.0", "response": "ab", "tokens": 3, "reward": 1.0}
-    other = sample | {"phase": "evaluation"}
-    (tmp_path / "samples.jsonl").write_text(f"{dump(sample)}\n{dump(other)}\n")
+    others = [sample | {"phase": "evaluation"}, sample | {"id": "7.1", "response": None}]
+    (tmp_path / "samples.jsonl").write_text("".join(dump(x) + "\n" for x in (sample, *others)))
     metrics = {"step": 2, "step_s": 1.0, "loss": 0.5, "critic/loss": 0.25}
     (tmp_path / "metrics.jsonl").write_text(f"{dump(metrics)}\n{dump({'step': 9, 'x': 1})}\n")
     coarse = coarse_steps(tmp_path)
     assert coarse.keys() == {2}
-    assert coarse[2].samples["7.0"]["response"] == "ab"
+    assert {id: x["response"] for id, x in coarse[2].samples.items()} == {"7.0": "ab"}
     assert coarse[2].numbers == {"actor": {"loss": 0.5}, "critic": {"loss": 0.25}}
     assert not coarse[2].exact
