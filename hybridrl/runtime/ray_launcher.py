@@ -44,11 +44,12 @@ class RayLauncher:
             self.ray.util.remove_placement_group(group)
         try:
             bundles = ranks_placement(self.ray, self.config)
-        except ConfigError as error:
-            if not self._placed:
+        except (ConfigError, self.ray.exceptions.RayError) as error:
+            if isinstance(error, ConfigError) and not self._placed:
                 raise
-            # A node has died, say, which is not the user's error.
-            raise RayStartError(f"the ranks could not start anew: {error}") from error
+            # A node has died, or its raylet, which is not the user's error.
+            reason, again = " ".join(str(error).split()), " anew" * bool(self._placed)
+            raise RayStartError(f"the ranks could not start{again}: {reason}") from error
         self._placed = [*{bundle.group.id: bundle.group for bundle in bundles}.values()]
         env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")
