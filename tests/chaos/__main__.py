@@ -20,7 +20,6 @@ from typing import Any
 
 from chaos.attempts import start_server
 from chaos.cases import CASES, RAY_SEEDS
-from chaos.strikes import own_mounts
 from chaos.summary import write
 
 from hybridrl.telemetry.records import read_lines
@@ -37,7 +36,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="for runs with which something is wrong")
     parser.add_argument("--write", action="store_true", help="the counts into docs/checkpoints.md")
     args = parser.parse_args()
-    own_mounts()
+    if os.getpid() != 1:
+        enter_namespace()
     done = {line["seed"] for line in read_lines(args.file)} if args.file.exists() else set()
     end, wrong = time.monotonic() + 60 * args.minutes, False
     folder = temporary_folder()
@@ -56,6 +56,15 @@ def main() -> None:
     if args.write:
         write(read_lines(args.file))
     sys.exit(wrong)
+
+
+def enter_namespace() -> None:
+    """Go on as the first process of a namespace, so that all mounts and processes end with it.
+
+    It adopts what runs leave behind, and a process of Ray ends once the first one is its parent.
+    """
+    namespace = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    os.execvp(namespace[0], [*namespace, sys.executable, "-m", "chaos", *sys.argv[1:]])
 
 
 def shown(line: dict[str, Any]) -> str:

@@ -1,10 +1,9 @@
 """The command of a run as a process, seen from outside: what its ranks are in, how it ends.
 
 It and its ranks are forked by a server that has imported all they need, so that a start takes a
-second. What they leave behind becomes a child of this process (PR_SET_CHILD_SUBREAPER).
+second. What they leave behind becomes a child of this process, the first one of its namespace.
 """
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -25,8 +24,11 @@ from hybridrl.system import activity
 from hybridrl.system.activity import Activity
 from hybridrl.telemetry.records import read_lines
 
-POLL_S, LEFT_S = 0.002, 15.0
-_SUBREAPER = 36
+POLL_S = 0.002
+LEFT_S = {"processes": 15.0, "local": 60.0}
+"""How long processes may outlive a driver, by its cluster: Ray's agents look now and then whether
+their parent is there.
+"""
 _PRELOAD = [
     *FORK_SERVER_IMPORTS, "hybridrl.cli", "hybridrl.driver.train", "torch.distributed.fsdp",
     "hybridrl.workers.worker_factory", "transformers.models.qwen3.modeling_qwen3", "hydra.main",
@@ -34,9 +36,8 @@ _PRELOAD = [
 
 
 def start_server() -> None:
-    """Start the server; this process adopts what others leave behind."""
+    """Start the server."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
 
@@ -128,7 +129,7 @@ class Attempt:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def left_behind(within_s: float = LEFT_S) -> list[str]:
+def left_behind(within_s: float) -> list[str]:
     """Commands of processes that a run leaves for so many seconds; they are then killed."""
     end = time.monotonic() + within_s
     while (left := _others()) and time.monotonic() < end:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.attempts import Attempt, left_behind
+from chaos.attempts import LEFT_S, Attempt, left_behind
 from chaos.cases import (
     ENDED,
     ENDS_DRIVER,
@@ -76,7 +76,7 @@ class Runs:
             calls = _Calls(attempt, num_ranks(schedule))
             code = attempt.watch(calls.look, BOUND_S["processes"])
             assert code == 0, attempt.said
-            assert not left_behind()
+            assert not left_behind(LEFT_S["processes"])
             self._seconds[setting] = calls.seconds
         return run_dir, self._seconds[setting]
 
@@ -203,7 +203,7 @@ class _UnderFaults:
             wrong.append("a traceback")
         elif code in (1, 2) and not said[-1].startswith("hybridrl: "):
             wrong.append("no line says why")
-        wrong += [f"left behind: {line}" for line in left_behind()]
+        wrong += [f"left behind: {line}" for line in left_behind(LEFT_S[self.case.cluster])]
         if wrong:
             self.wrong += [*wrong, attempt.said[-4000:]]
 
