@@ -25,9 +25,9 @@ from hybridrl.system.activity import Activity
 from hybridrl.telemetry.records import read_lines
 
 POLL_S = 0.002
-LEFT_S = {"processes": 15.0, "local": 60.0}
-"""How long processes may outlive a driver, by its cluster: Ray's agents look now and then whether
-their parent is there.
+LEFT_S = {"processes": 15.0, "local": 150.0}
+"""How long processes may outlive a driver, by its cluster: Ray's agents try for a minute to tell
+a server that is gone of the raylet's death.
 """
 _PRELOAD = [
     *FORK_SERVER_IMPORTS, "hybridrl.cli", "hybridrl.driver.train", "torch.distributed.fsdp",
@@ -149,12 +149,11 @@ def _others() -> list[psutil.Process]:
     others = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            line = " ".join(process.cmdline())
             own = process.ppid() == os.getpid()
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if process.status() == psutil.STATUS_ZOMBIE:  # which has no command line
                 if own:
                     with suppress(ChildProcessError):
                         os.waitpid(process.pid, os.WNOHANG)
-            elif not (own and "multiprocessing." in line):
+            elif not (own and "multiprocessing." in " ".join(process.cmdline())):
                 others.append(process)
     return others
