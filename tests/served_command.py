@@ -1,10 +1,13 @@
-"""A process of `hybridrl serve`, as its users start it."""
+"""A process of `hybridrl serve`, as its users start it, and a process of a client's program."""
 
+import json
+import os
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 class Served:
@@ -33,6 +36,43 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
         _, errors = self.process.communicate(timeout=120)
         return self.process.returncode, errors
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+    @property
+    def exported(self) -> dict[str, str]:
+        """The environment of a client, as the second line says it."""
+        return dict(word.split("=") for word in self.second.split()[1:])
+
+
+class SdkProgram:
+    """A process of one of the programs of `sdk_program.py`, in an environment with Tinker's SDK."""
+
+    def __init__(self, name: str, served: Served, python: str | Path = sys.executable) -> None:
+        self.process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("sdk_program.py")), name],
+            env={**os.environ, **served.exported, "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        """The next line that it prints. Raises AssertionError where there is none."""
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise AssertionError(self.process.communicate())
+        return line.strip()
+
+    def ended(self) -> Any:
+        """Wait for its end; what the program has ended with."""
+        output, errors = self.process.communicate(timeout=600)
+        assert self.process.returncode == 0, errors
+        return json.loads(output.splitlines()[-1])
 
     def kill(self) -> None:
         """Send SIGKILL, if it still runs."""

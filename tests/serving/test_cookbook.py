@@ -64,7 +64,6 @@ class Recipe:
     """A process of a recipe; started again with its log, it goes on."""
 
     def __init__(self, hub: Path, served: Served, name: str, log: str, *more: str) -> None:
-        exported = dict(word.split("=") for word in served.second.split()[1:])
         settings = [f"model_name={MODEL}", f"log_path={log}", *RECIPES[name], *more]
         if "." in name:
             settings.append("behavior_if_log_dir_exists=resume")
@@ -72,7 +71,7 @@ class Recipe:
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *settings],
             cwd=hub,
-            env={**os.environ, **exported, "HOME": str(hub), "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **served.exported, "HOME": str(hub), "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -236,14 +237,19 @@ FILES = "model.safetensors", "adapter/adapter_model.safetensors"
 def test_layouts_serve_alike(
     make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, layout: str
 ) -> None:
-    """Tokens and gradient norms of a client on two ranks are those on one."""
+    """Tokens and gradient norms of three clients at once on two ranks are each's, alone on one."""
     runs = []
     for number, own in enumerate((["cluster.ranks=2", *layout.split()], _of_one_rank(layout))):
-        folder = f"run.dir={tmp_path / str(number)}"
-        with serving(make_config(*tiny_run, *ONE_RANK, "actor.lora.rank=4", *own, folder)) as loop:
-            runs.append(_two_steps(loop, 0))
-    assert runs[0][0] == runs[1][0]
-    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+        settings = ["actor.lora.rank=4", *own, f"run.dir={tmp_path / str(number)}"]
+        at_once = 3 if number == 0 else 1
+        with (
+            serving(make_config(*tiny_run, *ONE_RANK, *settings)) as loop,
+            ThreadPoolExecutor(at_once) as clients,
+        ):
+            runs.append(list(clients.map(partial(_two_steps, loop), range(3))))
+    for (tokens, norms), (others, expected) in zip(*runs, strict=True):
+        assert tokens == others
+        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 def _of_one_rank(layout: str) -> list[str]:

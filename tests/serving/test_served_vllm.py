@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served_command import SdkProgram, Served
 from served_loops import ADAM, Client, serving, shifted
 
 from hybridrl.config import Config
@@ -16,20 +17,27 @@ from hybridrl.workers.serving import ServingWorker
 pytestmark = pytest.mark.vllm
 
 SETTINGS = [
-    "cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24", "actor.lora.rank=4",
-    "serve.patience_s=0", "model.tiny.head_dim=32",  # vLLM's CPU attention has no smaller ones
+    "cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24",
+    "model.tiny.head_dim=32",  # vLLM's CPU attention has no smaller ones
 ]  # fmt: skip
+ENGINES = "vllm", "native"
+SDK = Path(__file__).parents[2] / ".cache" / "tinker" / "bin" / "python"
 PROMPT = [5, 6, 7]
 NAMED = np.array([[9, -1], [3, 4]], np.int32)
 
 
+@pytest.mark.parametrize("rank", [4, 0])
 def test_a_loop_has_the_samples_of_the_native_engine(
     make_config: Callable[..., Config],
     tiny_run: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    rank: int,
 ) -> None:
-    """Tokens, gradients and scores of prompts, while samples of two snapshots are parked."""
+    """Tokens, gradients and scores of prompts, while samples of two snapshots are parked.
+
+    With adapters, and with all weights.
+    """
     draw, park, parked = ClientSampling.draw, ServingWorker._park, list[int]()
 
     def counted(self: ServingWorker) -> None:
@@ -39,10 +47,11 @@ def test_a_loop_has_the_samples_of_the_native_engine(
     monkeypatch.setattr(ServingWorker, "_park", counted)
     monkeypatch.setattr(ClientSampling, "draw", lambda self, one, _: draw(self, one, 3))
     tokens, numbers = {}, {}
-    for engine in ("vllm", "native"):
+    settings = [*SETTINGS, f"actor.lora.rank={rank}", "serve.patience_s=0"]
+    for engine in ENGINES:
         parked.clear()
         folder = f"run.dir={tmp_path / engine}"
-        config = make_config(*tiny_run, *SETTINGS, f"rollout={engine}", folder)
+        config = make_config(*tiny_run, *settings, f"rollout={engine}", folder)
         with serving(config) as loop:
             tokens[engine], numbers[engine] = _loop(Client(loop))
         assert sum(parked) >= 4, engine
@@ -86,3 +95,21 @@ def _check_agreement(own: list[Any], samples: Any) -> None:
     for log_probs, sample in zip(own, samples.sequences, strict=True):
         np.testing.assert_allclose(log_probs[:2], samples.prompt_logprobs[1:], rtol=0, atol=1e-5)
         np.testing.assert_allclose(log_probs[2:], sample.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not SDK.exists(), reason="Tinker's SDK is not in .cache/tinker")
+def test_the_sdk_has_the_samples_of_the_native_engine(tmp_path: Path) -> None:
+    """Over HTTP, from an environment of its own: sampled, trained, saved, and sampled again."""
+    settings = ["model=tiny", *SETTINGS, "cluster.device=cpu", "actor.lora.rank=4", "serve.port=0"]
+    ended = {}
+    for engine in ENGINES:
+        served = Served(tmp_path / engine, *settings, f"rollout={engine}")
+        try:
+            ended[engine] = SdkProgram("loop", served, SDK).ended()
+            code, errors = served.end()
+        finally:
+            served.kill()
+        assert code == 0, errors
+    assert ended["vllm"]["tokens"] == ended["native"]["tokens"]
+    numbers = [ended[engine]["numbers"] for engine in ENGINES]
+    np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_command import Served
+from served_command import SdkProgram, Served
 
 import hybridrl
 from hybridrl.config import ConfigError, ServeConfig
@@ -84,9 +84,39 @@ def test_another_address_than_loopback_is_warned_about(
 
 @pytest.fixture(scope="module")
 def served(run_dir: Path) -> Iterator[Served]:
-    served = Served(run_dir, *TINY)
+    served = Served(run_dir, *TINY, "serve.idle_s=4")
     yield served
     served.kill()
+
+
+@pytest.mark.tinker
+def test_a_client_that_is_killed_in_a_batch_leaves_nothing(served: Served, run_dir: Path) -> None:
+    """Its models are freed once it has been silent, and another client trains all the while."""
+    pytest.importorskip("tinker")
+    killed, other = SdkProgram("endless", served), SdkProgram("steps", served)
+    try:
+        lost, model = killed.line(), other.line()
+        killed.kill()
+        for _ in range(MOST_STEPS):
+            if (lost, "unloaded") in (told := _told(run_dir)):
+                break
+            other.line()  # it has made another step
+        assert [what for name, what in told if name == lost] == ["created", "unloaded"]
+        assert (model, "unloaded") not in told
+        for _ in range(3):
+            other.line()
+    finally:
+        for program in (killed, other):
+            program.kill()
+
+
+MOST_STEPS = 10_000
+"""Steps of minutes, after which the test has failed."""
+
+
+def _told(run_dir: Path) -> list[tuple[str, str]]:
+    """The models of a server's events, each with what has happened to it."""
+    return [(event["model"], event["what"]) for event in load(run_dir).events]
 
 
 @pytest.mark.tinker
