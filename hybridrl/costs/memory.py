@@ -6,7 +6,8 @@
     prefill       generation weights, KV cache, activations of the prompts
     decode        generation weights, KV cache, logits or a layer's keys and values once more
     generate      vLLM's share of the device, in place of prefill and decode
-    score ROLE    generation weights, the role's weights, activations of a row
+    score ROLE    generation weights, the role's weights, activations of a row; the KV cache, where
+                  the weights that generate score prompts of a server's clients
     train ROLE    training state, gathered weights, activations, gradients, at the largest moment
     train together  the same of all roles that one pipeline plan trains, at once
     save ROLE     training state, one parameter whole
@@ -340,9 +341,12 @@ def _planned(
             phases.append(_phase(name, stays or of_others(), weights, own, waiting, read))
     for role, scorer in run.scoring.items():
         moved = {} if stays else {SCORING: scorer.weights}
+        # The weights that generate score prompts while samples wait for their next token.
+        cache = gen.at_start(left) if gen is not None and role == "actor" else {}
         row = {"activations": scorer.activations, KEPT_ID_ROWS: scorer.kept_ids}
         read = reading(scored, scorer.activations)
-        phases.append(_phase(f"score {role}", stays or of_others(), weights, moved, row, read))
+        sizes = weights, moved, cache, row, read
+        phases.append(_phase(f"score {role}", stays or of_others(), *sizes))
     for role, trained in run.trained.items():
         state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
         rows = reading(trained_rows, sum(updates[role].values()))

@@ -235,12 +235,15 @@ class Copy:
 class Graph:
     """Stages in the order in which the recipe made them, which is a topological order.
 
-    `states` holds the recipe's own numbers at their present values (`Flow.state`).
+    `states` holds the recipe's own numbers at their present values (`Flow.state`). A graph that is
+    `from_clients` has no data of its own: clients send as many rows as they like, and training
+    scores every position of them.
     """
 
     stages: dict[str, Stage] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
     states: dict[str, float] = field(default_factory=dict)
+    from_clients: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:

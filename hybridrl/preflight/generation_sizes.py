@@ -1,6 +1,7 @@
 """Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -148,10 +149,15 @@ def scoring_sizes(
     layout = config.rollout.layout
     stages = range(layout.pp) if stage is None else [stage]
     row = inputs.row(layout, config.ranks_of(pool))
-    return {
+    sizes = {
         role: scorer_sizes(config, own or shape, classifier, row, stages)
         for role, own, classifier in _scorers(config, graph, pool)
     }
+    if graph.from_clients and config.rollout.features.shares_weights:
+        alone = PackedRow(config.longest_sample, config.longest_sample)  # prompts, one by one
+        own = scorer_sizes(config, shape, classifier=False, row=alone, stages=stages)
+        sizes["actor"] = replace(own, weights=0)  # those that generate
+    return sizes
 
 
 def kept_id_sizes(config: Config, graph: Graph, shape: PretrainedConfig, ranks: int) -> KeptIdSizes:

@@ -42,11 +42,15 @@ class PackedRow:
     ) -> "PackedRow":
         """The longest that the config allows: a micro-batch, or a full sample.
 
-        It is not longer than what a replica of this `layout`, on so many `ranks`, gets of a step,
+        Of clients' data every position is scored, and a rank has as many as it can compute. Else it
+        is not longer than what a replica of this `layout`, on so many `ranks`, gets of a step,
         of full samples. These cost alike, so a rank has at most one more than its share.
         """
         longest = config.longest_sample
         most = config.trainer.max_tokens_per_micro_batch
+        if graph.from_clients:
+            tokens, sharing = _of_rank(config, layout, most)
+            return cls(tokens, tokens, ranks=sharing)
         sources = [s for s in graph.stages.values() if isinstance(s, SourceStage)]
         number = 0
         if all(source.num_samples is not None for source in sources):
@@ -61,13 +65,7 @@ class PackedRow:
             most = min(most, share)
         if isinstance(layout, RolloutLayoutConfig) and config.strict:  # it scores one by one
             most = longest
-        # Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
-        of_rank, sharing = longest, 1
-        if isinstance(layout, TrainLayoutConfig):
-            chunks = config.trainer.chunk_tokens
-            of_rank = min(-(-longest // layout.cp), most if chunks else longest)
-            sharing = layout.cp if longest > config.trainer.max_tokens_per_micro_batch else 1
-        tokens = max(most, of_rank)
+        tokens, sharing = _of_rank(config, layout, most)
         new = config.rollout.max_new_tokens
         # Of ranks that share a sample the last ones have nothing of its prompt.
         if sharing > 1:
@@ -85,13 +83,18 @@ class PackedRow:
         return cls(tokens, -(-tokens * group * new // of_group), number, keys=keys)
 
     @classmethod
-    def chunk_of(cls, config: Config, layout: TrainLayoutConfig) -> "PackedRow | None":
-        """The last chunk of the longest sample; None where no sample is trained in chunks."""
+    def chunk_of(
+        cls, config: Config, layout: TrainLayoutConfig, whole: bool = False
+    ) -> "PackedRow | None":
+        """The last chunk of the longest sample; None where no sample is trained in chunks.
+
+        With `whole` every position of a sample is scored.
+        """
         tokens, most = config.trainer.chunk_tokens, config.trainer.max_tokens_per_micro_batch
         longest = config.longest_sample
         if not tokens or longest <= most * layout.cp:
             return None
-        scored = min(tokens, config.rollout.max_new_tokens)
+        scored = tokens if whole else min(tokens, config.rollout.max_new_tokens)
         return cls(tokens, scored, earlier=longest - tokens * layout.cp, ranks=layout.cp)
 
 
@@ -120,9 +123,23 @@ class LongestInputs:
             row=lambda layout, ranks: PackedRow.of(config, graph, layout, ranks),
             prompt=config.data.max_prompt_tokens if config.strict else longest,
             copied=longest if config.strict else 0,  # each sample decodes alone
-            chunk=lambda layout: PackedRow.chunk_of(config, layout),
+            chunk=lambda layout: PackedRow.chunk_of(config, layout, graph.from_clients),
             pads=pads,
         )
+
+
+def _of_rank(
+    config: Config, layout: TrainLayoutConfig | RolloutLayoutConfig, most: int
+) -> tuple[int, int]:
+    """Tokens of a row of at most `most`, or of a longer sample; and the ranks that share it.
+
+    Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
+    """
+    longest, trainer = config.longest_sample, config.trainer
+    if not isinstance(layout, TrainLayoutConfig):
+        return max(most, longest), 1
+    of_rank = min(-(-longest // layout.cp), most if trainer.chunk_tokens else longest)
+    return max(most, of_rank), layout.cp if longest > trainer.max_tokens_per_micro_batch else 1
 
 
 def _rows_of_round(

@@ -238,8 +238,10 @@ def check_memory(
     model_path: str,
     gpu_memory: int | None = None,
     pads: int | None = None,
-) -> None:
+) -> RunPlan | None:
     """Raise ConfigError for a run that a rank cannot hold, unless `cluster.memory_check` is warn.
+
+    Returns the plan, or None where there is none.
 
     `gpu_memory` is bytes of a GPU of the cluster that the run joins. Without it, the ranks' nodes
     are like this one, or the log says that nothing was checked. A run that leaves less than others
@@ -250,7 +252,7 @@ def check_memory(
 
     if gpu_memory is None and (reason := unknown_room(config)):
         logger.info("memory plan: not checked, %s", reason)
-        return
+        return None
     try:
         shape = load_config(model_path, vision=config.model.vision)
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
@@ -259,12 +261,13 @@ def check_memory(
         plan = plan_run(config, graph, shape, room, LongestInputs.of(config, graph, pads))
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
-        return
+        return None
     if plan.impossible and config.cluster.memory_check is MemoryCheck.refuse:
         subject = "it " if len(plan.pools) == 1 else ""
         allowed = f"warn, or a run that fits: {subject}{plan.verdict()}"
         raise ConfigError("cluster.memory_check", "refuse", allowed)
     logger.log(logging.INFO if plan.fits else logging.WARNING, "memory plan: %s", plan.verdict())
+    return plan
 
 
 def with_flash(config: Config, shape: "PretrainedConfig") -> Config:

@@ -1,8 +1,6 @@
 """Everything that is checked and made before a server starts a process: a run's, without data."""
 
-import logging
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ from hybridrl.config import (
     ConfigError,
     EmulatedClusterConfig,
     LoraConfig,
-    MemoryCheck,
     OptimName,
     RouterReplay,
     Vision,
@@ -21,9 +18,8 @@ from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import load_config
-from hybridrl.models.parallel import model_parameters
 from hybridrl.preflight.activation_choice import decide_activations
-from hybridrl.preflight.memory_plan import check_memory, unknown_room
+from hybridrl.preflight.memory_plan import check_memory
 from hybridrl.preflight.prepare import (
     check_machine,
     check_writable,
@@ -32,11 +28,9 @@ from hybridrl.preflight.prepare import (
 )
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.schedule_choice import decide_schedule
+from hybridrl.preflight.served_copies import most_models
 from hybridrl.serving.requests import ServedModel
-from hybridrl.system.node_info import usable_memory
 from hybridrl.system.short_tmpdir import shorten_tmpdir
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ def _served(flow: Flow, cfg: Any) -> None:
 def prepare_server(config: Config) -> PreparedServer:
     """Check the config against the world, make the tiny model; raises `ConfigError`."""
     shorten_tmpdir()
-    run_dir, graph = Path(config.run.dir), _served.build(None)
+    run_dir, graph = Path(config.run.dir), replace(_served.build(None), from_clients=True)
     config.eval.sets = {}  # whose judges ranks would start
     _check_served(config)
     gpu_memory = check_machine(config, graph)
@@ -70,8 +64,7 @@ def prepare_server(config: Config) -> PreparedServer:
     decide_prompt_sharing(config, graph, shape)
     pads = 0  # clients' prompts are texts
     decide_activations(config, graph, shape, gpu_memory, pads)
-    check_memory(config, graph, path, gpu_memory, pads)
-    _check_snapshots(config, shape)
+    plan = check_memory(config, graph, path, gpu_memory, pads)
     served = ServedModel(
         name=config.serve.name or config.model.path or "tiny",
         tokenizer_path=path,
@@ -80,6 +73,7 @@ def prepare_server(config: Config) -> PreparedServer:
         vocab=load_config(path).vocab_size,
         trained=_trained(config.actor.lora),
         sampler_scores=config.rollout.features.shares_weights,
+        most_models=most_models(config, shape, plan),
     )
     return PreparedServer(path, served, graph)
 
@@ -90,30 +84,6 @@ def _trained(lora: LoraConfig) -> str:
         return "all weights"
     modules = ", ".join(sorted(lora.target_modules))
     return f"adapters of rank {lora.rank} and alpha {lora.alpha} on {modules}"
-
-
-def _check_snapshots(config: Config, shape: Any) -> None:
-    """Raise ConfigError where a node's memory cannot hold the snapshots of all weights.
-
-    Adapters are megabytes, and are not counted. Beside the snapshots the model itself is there
-    with two moments, while files are read.
-    """
-    wanted = config.serve.snapshots
-    if config.actor.lora.rank or unknown_room(config):
-        return
-    total = sum(math.prod(parameter.shape) for parameter in model_parameters(shape))
-    copy_bytes = 4 * total * config.trainer.layout.replicas // config.cluster.nodes
-    memory = usable_memory()
-    most = max(0, memory // copy_bytes - 3)
-    if wanted > most:
-        gib = 2**30
-        allowed = (
-            f"at most {most} with actor.lora.rank=0: a node has {memory / gib:.1f} GiB, and each"
-            f" keeps {copy_bytes / gib:.2g} GiB of weights in it"
-        )
-        if config.cluster.memory_check is MemoryCheck.refuse:
-            raise ConfigError("serve.snapshots", wanted, allowed)
-        logger.warning("serve.snapshots=%d: wanted %s", wanted, allowed)
 
 
 def _most_tokens(config: Config, context: int) -> int:

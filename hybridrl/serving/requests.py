@@ -315,7 +315,8 @@ class ServedModel:
     `max_tokens` bounds prompt and response together. `lora_rank` 0: all weights are trained.
     `trained` says which weights are: checkpoints of others have other tensors. `sampler_scores`:
     the weights that sample can score, too. Else the training shards score prompts, and there are
-    no likeliest tokens.
+    no likeliest tokens. `most_models` is how many models clients may have at once; None: as many as
+    they like.
     """
 
     name: str
@@ -325,6 +326,7 @@ class ServedModel:
     vocab: int
     trained: str = "all weights"
     sampler_scores: bool = True
+    most_models: int | None = None
 
 
 class ServeBackend(Protocol):

@@ -85,6 +85,11 @@ class ClientTraining:
         if not self.served.lora_rank and self.models:
             other = next(iter(self.models))
             raise Refused(f"actor.lora.rank=0 serves all weights of one model, now {other}")
+        if len(self.models) == self.served.most_models:
+            raise Refused(
+                f"{name}: a node's memory holds {self.served.most_models} models at once beside"
+                f" serve.snapshots={self.snapshots.most}; a client that ends frees its own"
+            )
         if request.source is not None:
             self.check_source(request.source, request.optimizer)
         self.ranks.ask(ServingWorker.create_model, name, request.seed)

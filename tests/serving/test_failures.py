@@ -111,6 +111,19 @@ def test_a_snapshot_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert isinstance(answered(turns, sampled("tinker://a/weights/x", 2)), Samples)
 
 
+def test_a_model_beyond_the_memory_of_a_node_is_refused(tmp_path: Path) -> None:
+    """Until another has ended."""
+    turns = with_model(FakeRanks(), tmp_path, served=replace(SERVED, most_models=2), snapshots=3)
+    answered(turns, CreateModel("b"))
+    line = (
+        r"^c: a node's memory holds 2 models at once beside serve\.snapshots=3; a client that ends"
+    )
+    with pytest.raises(Refused, match=line):
+        answered(turns, CreateModel("c"))
+    answered(turns, Unload("a"))
+    answered(turns, CreateModel("c"))
+
+
 @pytest.mark.parametrize("other", [{"name": "larger"}, {"trained": "adapters of rank 8"}])
 def test_a_checkpoint_of_other_weights_is_neither_loaded_nor_sampled(
     tmp_path: Path, other: dict[str, Any]

@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.models.load import load_config
+from hybridrl.preflight.memory_inputs import PackedRow
+from hybridrl.preflight.memory_plan import local_room, plan_run
 from hybridrl.serving.prepare import prepare_server
 
 REFUSED = {
@@ -31,25 +35,57 @@ def test_what_cannot_be_served_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_snapshots_of_all_weights_fit_the_memory_of_a_node(
+@pytest.mark.parametrize("rank", [0, 4])
+def test_snapshots_and_a_model_fit_the_memory_of_a_node(
     make_config: Callable[..., Config],
     tiny_run: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    rank: int,
 ) -> None:
-    """Or are refused with how many do; with adapters they are small."""
-    monkeypatch.setattr("hybridrl.serving.prepare.usable_memory", lambda: 5 << 20)
+    """Or are refused with how many do; the fewer snapshots, the more models."""
+    monkeypatch.setattr("hybridrl.system.node_info.usable_memory", lambda: 1 << 30)
     settings = [*tiny_run, "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path / 'run'}"]
-    settings += ["data.max_prompt_tokens=24"]
-    line = r"^serve\.snapshots=9999: wanted at most (\d+) with actor\.lora\.rank=0: a node has 0\.0"
+    settings += ["data.max_prompt_tokens=24", f"actor.lora.rank={rank}"]
+    line = (
+        rf"^serve\.snapshots=999999: wanted at most (\d+) with actor\.lora\.rank={rank}: a node has"
+        r" 1\.0 GiB, the server takes 0\.\d+ GiB, each snapshot \S+ GiB, and a client's model 4"
+    )
     with pytest.raises(ConfigError, match=line) as refused:
-        prepare_server(make_config(*settings, "serve.snapshots=9999"))
-    most = re.match(line, str(refused.value))
-    assert most is not None
-    prepare_server(make_config(*settings, f"serve.snapshots={most[1]}"))
+        prepare_server(make_config(*settings, "serve.snapshots=999999"))
+    found = re.match(line, str(refused.value))
+    assert found is not None
+    most = int(found[1])
+    for fewer, models in {0: 1, 4: 2, 7: 2, 8: 3}.items():
+        served = prepare_server(make_config(*settings, f"serve.snapshots={most - fewer}")).served
+        assert served.most_models == models
     with pytest.raises(ConfigError, match=r"^serve\.snapshots="):
-        prepare_server(make_config(*settings, f"serve.snapshots={int(most[1]) + 1}"))
-    prepare_server(make_config(*settings, "serve.snapshots=9999", "actor.lora.rank=4"))
+        prepare_server(make_config(*settings, f"serve.snapshots={most + 1}"))
+    told = prepare_server(
+        make_config(*settings, f"serve.snapshots={most + 1}", "cluster.memory_check=warn")
+    )
+    assert told.served.most_models is None
+
+
+def test_a_server_plans_for_data_that_are_scored_at_every_position(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Rows of training are full, and prompts are scored beside the cache of waiting samples."""
+    settings = [*tiny_run, "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path / 'run'}"]
+    config = make_config(*settings, "data.max_prompt_tokens=60", "rollout.max_new_tokens=4")
+    config.trainer.max_tokens_per_micro_batch = 4096
+    prepared = prepare_server(config)
+    shape, room = load_config(prepared.model_path), local_room(config)
+    graphs = prepared.graph, replace(prepared.graph, from_clients=False)
+    plans = [plan_run(config, graph, shape, room).pools["actor"] for graph in graphs]
+    served, run = ({one.name: one.sizes for one in plan.phases} for plan in plans)
+    assert served["train actor"]["activations"] > 2 * run["train actor"]["activations"]
+    assert served["score actor"]["KV cache"] == served["decode"]["KV cache"]
+    assert "score actor" not in run
+    layout = config.trainer.layout
+    assert PackedRow.of(config, graphs[0], layout, 1) == PackedRow(4096, 4096)
+    config.trainer.max_tokens_per_micro_batch = 32
+    assert PackedRow.of(config, graphs[0], layout, 1) == PackedRow(64, 64)
 
 
 def test_a_server_computes_what_its_cache_holds(
