@@ -43,7 +43,9 @@ def most_models(config: Config, shape: "PretrainedConfig", plan: "RunPlan | None
         if refuses:
             raise ConfigError("serve.snapshots", wanted, allowed)
         logger.warning("serve.snapshots=%d: wanted %s", wanted, allowed)
-    return (copies - wanted) // OF_MODEL if refuses else None
+    most = (copies - wanted) // OF_MODEL
+    logger.info("clients may have %d models at once beside %d snapshots", most, wanted)
+    return most if refuses else None
 
 
 def _used(config: Config, plan: "RunPlan | None") -> int:

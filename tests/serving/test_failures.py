@@ -1,6 +1,7 @@
 """What fails one request alone, whatever fails in it: on ranks that compute nothing."""
 
 import asyncio
+import re
 import signal
 import threading
 from concurrent.futures import Future
@@ -111,17 +112,20 @@ def test_a_snapshot_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert isinstance(answered(turns, sampled("tinker://a/weights/x", 2)), Samples)
 
 
-def test_a_model_beyond_the_memory_of_a_node_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("served", "line"),
+    [
+        ({"most_models": 1}, "a node's memory holds 1 models at once beside serve.snapshots=3; a"),
+        ({"lora_rank": 0}, "actor.lora.rank=0 serves all weights of one model, now a"),
+    ],
+)
+def test_a_model_too_many_is_refused(tmp_path: Path, served: dict[str, Any], line: str) -> None:
     """Until another has ended."""
-    turns = with_model(FakeRanks(), tmp_path, served=replace(SERVED, most_models=2), snapshots=3)
-    answered(turns, CreateModel("b"))
-    line = (
-        r"^c: a node's memory holds 2 models at once beside serve\.snapshots=3; a client that ends"
-    )
-    with pytest.raises(Refused, match=line):
-        answered(turns, CreateModel("c"))
+    turns = with_model(FakeRanks(), tmp_path, served=replace(SERVED, **served), snapshots=3)
+    with pytest.raises(Refused, match=re.escape(line)):
+        answered(turns, CreateModel("b"))
     answered(turns, Unload("a"))
-    answered(turns, CreateModel("c"))
+    answered(turns, CreateModel("b"))
 
 
 @pytest.mark.parametrize("other", [{"name": "larger"}, {"trained": "adapters of rank 8"}])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from hybridrl.engines.train.adamw import local_shard
 from hybridrl.engines.train.engine import TrainEngine
@@ -184,8 +185,8 @@ class ClientModels:
             if moments:
                 own = {key: local_shard(x).to("cpu", copy=True) for key, x in moments.items()}
                 state.moments.append(own)
-            state.gradients.append(parameter.grad)
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            state.gradients.append(None if gradient is None else _in_memory(gradient, "cpu"))
         return state
 
     @torch.no_grad()
@@ -200,7 +201,8 @@ class ClientModels:
         if engine.optimizer.state:
             self._put_moments(parameters, state)
         for parameter, gradient in zip(parameters, state.gradients, strict=True):
-            parameter.grad = gradient
+            own = None if gradient is None else _in_memory(gradient, parameter.device)
+            parameter.grad = own
         engine.version = state.version
 
     def _put_moments(self, parameters: list[torch.nn.Parameter], state: ModelState) -> None:
@@ -230,3 +232,14 @@ class ClientModels:
         add_adapters(model, engine.lora, seed, frozen=frozen, device=cpu)
         named = model.named_parameters()
         engine.take_weights((plain_name(name), p) for name, p in named if p.requires_grad)
+
+
+def _in_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor with its shard in the memory of `device`; among the ranks it is spread as before.
+
+    `DTensor.to` and `DTensor.from_local` keep a shard on the device of the ranks' mesh.
+    """
+    shard = local_shard(tensor).to(device)
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor(shard, tensor._spec, requires_grad=False)
