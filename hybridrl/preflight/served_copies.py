@@ -43,9 +43,12 @@ def most_models(config: Config, shape: "PretrainedConfig", plan: "RunPlan | None
         if refuses:
             raise ConfigError("serve.snapshots", wanted, allowed)
         logger.warning("serve.snapshots=%d: wanted %s", wanted, allowed)
+    if not refuses:
+        return None
     most = (copies - wanted) // OF_MODEL
-    logger.info("clients may have %d models at once beside %d snapshots", most, wanted)
-    return most if refuses else None
+    if config.actor.lora.rank:
+        logger.info("clients may have %d models at once beside %d snapshots", most, wanted)
+    return most
 
 
 def _used(config: Config, plan: "RunPlan | None") -> int:
