@@ -60,6 +60,8 @@ def test_a_grpo_loop_equals_a_run(
             rows = [row for file in files for row in pq.read_table(file).to_pylist()]
             norm = _grpo_step(client, rows, str(step), 1e-5 if rank else 1e-6)
             assert norm == pytest.approx(metrics["grad_norm"], abs=1e-6)
+        if rank == 0:
+            _check_prompts(client)
         folder = folder_of(loop, client.save("final", "weights", files=True))
         own, expected = (load_file(f / "model.safetensors") for f in (folder, run.dir / "final"))
         assert own.keys() == expected.keys()
@@ -110,6 +112,14 @@ def _grpo_step(client: Client, rows: Sequence[dict[str, Any]], name: str, mismat
         drawn = datum.inputs["logprobs"]
         np.testing.assert_allclose(own[drawn != 0], drawn[drawn != 0], rtol=0, atol=mismatch)
     return client.step()["grad_norm"]
+
+
+def _check_prompts(client: Client) -> None:
+    """With all weights on one rank, a prompt's log-probabilities are training's bit for bit."""
+    scored = client.sample(client.save("scored"), TOKENS, 0, prompt_logprobs=True)
+    data = [shifted(TOKENS, weights=[1] * 6)]
+    (own,) = client.gradient(data, "cross_entropy", backward=False).logprobs
+    np.testing.assert_array_equal(own, scored.prompt_logprobs[1:])
 
 
 @pytest.mark.layouts
