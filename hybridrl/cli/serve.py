@@ -1,6 +1,9 @@
 """`hybridrl serve`: Tinker's training API, until a signal ends it."""
 
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from hybridrl.cli.output import fail
 from hybridrl.preflight.settings import check_config_files
@@ -28,10 +31,25 @@ def serve(args: list[str]) -> None:
         from hybridrl.serving.start import serving
     line = None
     try:
-        with serving(args) as server, suppress(KeyboardInterrupt):  # this is how it ends
-            print("\n".join(server.lines()), flush=True)
+        # An interrupt is how it ends.
+        with _own_output() as output, serving(args) as server, suppress(KeyboardInterrupt):
+            print("\n".join(server.lines()), file=output, flush=True)
             line = server.failure.result()
     except RUN_ERRORS as error:
         fail(str(error), 1)
     if line is not None:
         fail(line, 1)
+
+
+@contextmanager
+def _own_output() -> Iterator[TextIO]:
+    """Within, this is standard output; what others print to it goes to standard error.
+
+    A rank may be this process, and its libraries print past Python: vLLM's, from C++.
+    """
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(2, 1)
+        try:
+            yield output
+        finally:
+            os.dup2(output.fileno(), 1)

@@ -345,8 +345,8 @@ def _planned(
         cache = gen.at_start(left) if gen is not None and role == "actor" else {}
         row = {"activations": scorer.activations, KEPT_ID_ROWS: scorer.kept_ids}
         read = reading(scored, scorer.activations)
-        sizes = weights, moved, cache, row, read
-        phases.append(_phase(f"score {role}", stays or of_others(), *sizes))
+        owners = weights, moved, cache, row, read
+        phases.append(_phase(f"score {role}", stays or of_others(), *owners))
     for role, trained in run.trained.items():
         state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
         rows = reading(trained_rows, sum(updates[role].values()))
