@@ -384,9 +384,9 @@ class Api:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         request_id = required(await self.json(request), "request_id", str)
-        self.sessions.touch(request_id.partition(":")[0])
         try:
-            status, reply = await self.futures.fetch(request_id)
+            with self.sessions.polling(request_id.partition(":")[0]):
+                status, reply = await self.futures.fetch(request_id)
         except KeyError:
             raise Unknown(404, f"request {request_id:.80}: unknown, or fetched long ago") from None
         if isinstance(reply, bytes):

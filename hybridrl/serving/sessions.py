@@ -2,7 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +45,15 @@ class ClientSampler:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A client. `seen` is the time of its last sign of life; `ended` says why it has none."""
+    """A client. `seen` is the time of its last sign of life; `ended` says why it has none.
+
+    It also lives while some of its `polls` are open: it waits for an answer.
+    """
 
     id: str
     seen: float
     facts: dict[str, Any]
+    polls: int = 0
     models: dict[str, SessionModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     ended: str | None = None
@@ -84,10 +89,18 @@ class Sessions:
         session.seen = self._clock()
         return session
 
-    def touch(self, session_id: str) -> None:
-        """Note a sign of life, if the session is open."""
+    @contextmanager
+    def polling(self, session_id: str) -> Iterator[None]:
+        """Within, a client polls, which is a sign of life to the end, if its session is known."""
         session = self._sessions.get(session_id)
-        if session is not None and session.ended is None:
+        if session is None:
+            yield
+            return
+        session.polls += 1
+        try:
+            yield
+        finally:
+            session.polls -= 1
             session.seen = self._clock()
 
     def model(self, model_id: str) -> SessionModel:
@@ -133,4 +146,5 @@ class Sessions:
 
     def silent(self, idle_s: float) -> list[Session]:
         """The open sessions without a sign of life for that many seconds."""
-        return [each for each in self.open if self._clock() - each.seen > idle_s]
+        now = self._clock()
+        return [each for each in self.open if not each.polls and now - each.seen > idle_s]

@@ -273,7 +273,10 @@ def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
             now[0] = 150
             await client.answer(promise)
             now[0] = 190
-            client.server.api.end_silent(60)
+            poll = client.server.api.sessions.polling(client.session)
+            with poll:  # a long one
+                now[0] = 300
+                client.server.api.end_silent(60)
             await asyncio.sleep(0)
             assert [s.id for s in client.server.api.sessions.open] == [client.session]
             assert backend.of_model(Unload) == [Unload(f"{silent}:train:0")]
@@ -284,6 +287,10 @@ def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
                 410,
                 f"session {silent}: {reason}",
             )
+            now[0] = 360  # of which the poll's end was the last sign
+            assert client.server.api.sessions.silent(60) == []
+            now[0] = 361
+            assert len(client.server.api.sessions.silent(60)) == 1
 
     run(story)
 

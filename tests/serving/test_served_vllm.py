@@ -97,6 +97,7 @@ def _check_agreement(own: list[Any], samples: Any) -> None:
         np.testing.assert_allclose(log_probs[2:], sample.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not SDK.exists(), reason="Tinker's SDK is not in .cache/tinker")
 def test_the_sdk_has_the_samples_of_the_native_engine(tmp_path: Path) -> None:
     """Over HTTP, from an environment of its own: sampled, trained, saved, and sampled again."""
