@@ -59,7 +59,7 @@ class PassImages:
 
 
 class DecodeBatch:
-    """The running sequences of a lane, for as long as none joins or leaves.
+    """The running sequences of a lane, for as long as none joins; `take` lets some leave.
 
     All grow by one token a step, so groups of similar length are contiguous rows. `counts` [rows]
     are response tokens so far, `slots` [rows] the rows' indices in the engine's block tables. With
@@ -88,8 +88,8 @@ class DecodeBatch:
         self.slots: Ints = np.array([slot for _, slot, _ in rows])
         self.positions: Ints = np.array([length - 1 for _, _, length in rows])
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
-        self.sampling = sampling_batch([r.sampling for r in self.requests], vocab_size, device)
-        self._device, self._kept = device, kept
+        self._vocab_size, self._device, self._kept = vocab_size, device, kept
+        self.sampling = self._sampling()
         self._states = np.array([states[slot] for slot in self.slots.tolist()] if states else [])
         self._state_batch: StateBatch | None = None
         self._deltas = None
@@ -101,6 +101,23 @@ class DecodeBatch:
             self._cuts = split(pages, group_pages(device, block_size))
         # Where they are known: those that were drawn on the device stay there.
         self._tokens = torch.tensor([(r.response_ids or r.prompt_ids)[-1] for r in self.requests])
+
+    def _sampling(self) -> SamplingBatch:
+        params = [request.sampling for request in self.requests]
+        return sampling_batch(params, self._vocab_size, self._device)
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these of the rows alone, in this order, which is that of `kept`."""
+        self.requests = [self.requests[row] for row in rows]
+        at = np.array(rows)
+        self.slots, self.positions, self.counts = (
+            array[at] for array in (self.slots, self.positions, self.counts)
+        )
+        self.sampling = self._sampling()
+        self._states = self._states[at] if len(self._states) else self._states
+        self._state_batch = None
+        self._deltas = None if self._deltas is None else self._deltas[at]
+        self._tokens = self._tokens[at]
 
     def inputs(self, cache: KVCache, tables: Ints, uniforms: Array | None = None) -> PassInputs:
         """The pass of one decode step, whose tokens are drawn by `uniforms` [rows].

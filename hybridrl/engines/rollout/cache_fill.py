@@ -168,12 +168,18 @@ class CacheFiller:
         return KV(kept, None if cache.states is None else cache.states.read(entry.state))
 
     def lane_batch(self, lane: Lane, cache: KVCache, tables: Ints) -> DecodeBatch:
-        """The batch of a lane's next step; it stays while no sequence joins or leaves."""
-        if lane.batch is not None and not (lane.kept is not None and lane.kept.full):
-            return lane.batch
-        lane.end_rows()
+        """The batch of a lane's next step; it stays while no sequence joins."""
+        batch, kept = lane.batch, lane.kept
+        if batch is not None and (kept is None or kept.settled):
+            return batch
+        if batch is not None and kept is not None:  # only the rows' places change
+            slots = batch.slots.tolist()
+            kept.arrange(list(zip(slots, batch.positions.tolist(), strict=True)), tables)
+            row_of = {slot: row for row, slot in enumerate(slots)}
+            lane.take([row_of[slot] for slot in kept.slots])
+            return batch
         if self._keeps:
-            if lane.kept is None or lane.kept.cache is not cache:
+            if kept is None or kept.cache is not cache:
                 overhead = group_pages(self._device, self._block_size)
                 lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
             lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)

@@ -36,8 +36,11 @@ class FusedLinear:
         biases = [module.bias for module in self._modules if module.bias is not None]
         assert len(biases) in (0, len(self._modules)), "some of the fused layers have a bias"
         bias = self._fuse(biases) if biases else None
-        # [tokens, in] to [tokens, sum of outs], without a Python call.
-        self.product = partial(functional.linear, weight=weight, bias=bias)
+        # [tokens, in] to [tokens, sum of outs], perhaps to `out`, without a Python call.
+        if bias is None:
+            self.product = partial(torch.mm, mat2=weight.t())
+        else:
+            self.product = partial(torch.addmm, bias, mat2=weight.t())
 
     def free(self) -> None:
         """Drop the fused tensors; their owner frees the modules' parameters."""
@@ -58,9 +61,10 @@ class SeparateLinear:
     def __init__(self, modules: list[nn.Linear]) -> None:
         self._modules = modules
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[tokens, in] to [tokens, sum of outs]."""
-        return torch.cat([functional.linear(x, m.weight, m.bias) for m in self._modules], -1)
+        products = [functional.linear(x, m.weight, m.bias) for m in self._modules]
+        return torch.cat(products, -1, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,35 @@ class FusedLayer:
         return own
 
 
+@dataclass(frozen=True, slots=True)
+class LayerOutputs:
+    """Memory that one layer after another writes its products to, and the views that it reads.
+
+    `qkv` is [tokens, (heads + 2 kv_heads) * head_dim]. In it are `rotated` [tokens, heads +
+    kv_heads, head_dim], `query` [tokens, heads, head_dim], and `new` [tokens, 2, kv_heads,
+    head_dim]: keys and values. `gate_up` [tokens, 2 features] has `gate` and `up`.
+    """
+
+    qkv: torch.Tensor
+    rotated: torch.Tensor
+    query: torch.Tensor
+    new: torch.Tensor
+    gate_up: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, heads: int, kv_heads: int, head_dim: int, features: int
+    ) -> "LayerOutputs":
+        """Memory for as many tokens as `x` has, of its type and on its device."""
+        tokens, num = len(x), heads + 2 * kv_heads
+        qkv, gate_up = x.new_empty(tokens, num * head_dim), x.new_empty(tokens, 2 * features)
+        by_head = qkv.view(tokens, num, head_dim)
+        rotated, new = by_head[:, : heads + kv_heads], by_head[:, heads:].unflatten(1, (2, -1))
+        return cls(qkv, rotated, by_head[:, :heads], new, gate_up, *gate_up.chunk(2, -1))
+
+
 class FusedDecoder:
     """Equals `model.model(inputs_embeds, position_ids, paged=...)` for a decode step.
 
@@ -164,6 +197,9 @@ class FusedDecoder:
         self._dim: int = attention.head_dim
         self._heads: int = attention.q_proj.weight.shape[0] // self._dim
         self._kv_heads: int = attention.k_proj.weight.shape[0] // self._dim
+        dense = [layer.mlp.gate_proj for layer in self.layers if layer.gate_up is not None]
+        self._features: int = dense[0].weight.shape[0] if dense else 0
+        self._outputs: LayerOutputs | None = None
 
     def allocate(self) -> None:
         """Fuse again, after the parameters got new storage."""
@@ -171,7 +207,8 @@ class FusedDecoder:
             linear.allocate()
 
     def free(self) -> None:
-        """Drop the weights."""
+        """Drop the weights, and the memory of a step."""
+        self._outputs = None
         for linear in self._fused():
             linear.free()
 
@@ -185,24 +222,19 @@ class FusedDecoder:
         A layer makes no call of this project's functions but those of its attention.
         """
         cos, sin = self._rotation(x, positions)
-        attend, tokens, hidden = paged.attention(), x.shape[0], x.shape[1:]
-        dim, heads, rotated = self._dim, self._heads, self._heads + self._kv_heads
+        attend, norms, outputs = paged.attention(), self._head_norms(), self._outputs_for(x)
+        hidden, dim, half = x.shape[1:], (self._dim,), self._dim // 2
         for number, layer in enumerate(self.layers):
             # queries, keys and values, of which the first two are rotated
             h = torch.rms_norm(x, hidden, layer.input_norm, self.eps)
-            qkv = layer.qkv.product(h).view(tokens, -1, dim)
-            qk = qkv[:, :rotated]
-            if layer.norms is not None:
-                qk = torch.rms_norm(qk, (dim,), None, self.eps)
-                qk[:, :heads].mul_(layer.norms[0])
-                qk[:, heads:].mul_(layer.norms[1])
-            swapped = qk.view(tokens, rotated, 2, -1).flip(-2).flatten(-2)
-            # Into the fused output, where the rotated keys are adjacent to the values.
-            torch.addcmul(qk * cos, swapped, sin, out=qkv[:, :rotated])
+            layer.qkv.product(h, out=outputs.qkv)
+            qk = outputs.rotated
+            if norms is not None:
+                qk = torch.rms_norm(qk, dim, None, self.eps).mul_(norms[number])
+            torch.addcmul(qk * cos, qk.roll(half, -1), sin, out=outputs.rotated)
             # attention
-            new = qkv[:, heads:].view(tokens, 2, -1, dim)
             scaling = layer.attention.scaling
-            h = attend(number, qkv[:, :heads], new, scaling, layer.window).flatten(1)
+            h = attend(number, outputs.query, outputs.new, scaling, layer.window).flatten(1)
             if layer.out_weight is not None:
                 x = torch.addmm(x, h, layer.out_weight.t())
             else:
@@ -212,8 +244,8 @@ class FusedDecoder:
             if layer.gate_up is None:
                 x = x + layer.mlp(h[None])[0]
                 continue
-            gate, up = layer.gate_up.product(h).chunk(2, -1)
-            h = layer.mlp.act_fn(gate).mul_(up)
+            layer.gate_up.product(h, out=outputs.gate_up)
+            h = layer.mlp.act_fn(outputs.gate).mul_(outputs.up)
             if layer.down_weight is not None:
                 x = torch.addmm(x, h, layer.down_weight.t())
             else:
@@ -222,6 +254,26 @@ class FusedDecoder:
         # Only the last stage has one.
         last = isinstance(norm, nn.Identity)
         return x if last else torch.rms_norm(x, hidden, norm.weight, self.eps)
+
+    def _outputs_for(self, x: torch.Tensor) -> LayerOutputs:
+        """Where the layers write for the tokens of `x`: kept while as many tokens come."""
+        if self._outputs is None or len(self._outputs.qkv) != len(x):
+            self._outputs = LayerOutputs.of(
+                x, self._heads, self._kv_heads, self._dim, self._features
+            )
+        return self._outputs
+
+    def _head_norms(self) -> Sequence[torch.Tensor] | None:
+        """A layer's norm weights of each rotated head [heads + kv_heads, head_dim], if it has any.
+
+        They are read at each step, as all weights are.
+        """
+        if self.layers[0].norms is None:
+            return None
+        norms = torch.stack([w for layer in self.layers for w in layer.norms or ()])
+        query, key = norms.view(-1, 2, 1, self._dim).unbind(1)
+        heads = query.expand(-1, self._heads, -1), key.expand(-1, self._kv_heads, -1)
+        return torch.cat(heads, 1).unbind(0)
 
     def _rotation(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cosine and signed sine [tokens, 1, head_dim], so that a rotation needs no negation.

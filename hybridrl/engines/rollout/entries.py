@@ -106,10 +106,10 @@ class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
-    experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
-    `kept` are the rows' gathered keys and values, which stay longer. In the next `steps_left` steps
-    no row needs another block. Rows that take graph steps have `graph` in place of a batch. In
-    `responses` are tokens of the batch that the requests lack until `write`.
+    experts; until then no sequence joins or leaves. `batch` stays until one joins and, where nothing
+    is kept, until one leaves. `kept` are the rows' gathered keys and values. In the next
+    `steps_left` steps no row needs another block. Rows that take graph steps have `graph` in place
+    of a batch. In `responses` are tokens of the rows that the requests lack until `write`.
     """
 
     index: int
@@ -127,16 +127,11 @@ class Lane:
         if self.responses is not None:
             self.responses.write()
 
-    def end_rows(self) -> None:
-        """The rows of the batch, or their order, are no more."""
-        self.write()
-        self.responses = None
-
     def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
-        self.end_rows()
-        self.batch, self.graph, self.steps_left = None, None, 0
+        self.write()
+        self.batch, self.graph, self.responses, self.steps_left = None, None, None, 0
 
     def lengths(self) -> tuple[Ints, Ints]:
         """The rows' slots and lengths, in any order."""
@@ -149,11 +144,24 @@ class Lane:
 
     def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
         """Sequences leave; with `keep` all their tokens are in the cache then."""
-        self.end_batch()
         slots = {entry.slot for entry in leaving}
         self.entries = [entry for entry in self.entries if entry.slot not in slots]
+        if self.kept is None or self.batch is None or not self.entries:
+            self.end_batch()
+        else:
+            assert self.drawn is None, "sampled tokens are in flight"
+            self.write()
+            rows = enumerate(self.batch.slots.tolist())
+            self.take([row for row, slot in rows if slot not in slots])
         if self.kept is not None:
             self.kept.remove(slots, tables, keep)
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch alone, in this order."""
+        assert self.batch is not None
+        self.batch.take(rows)
+        if self.responses is not None:
+            self.responses.take(rows)
 
     def flush(self, tables: Ints) -> None:
         """Drop the batch and what it has gathered; all tokens are in the cache then."""

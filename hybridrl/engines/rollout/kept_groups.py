@@ -76,6 +76,7 @@ class KeptGroups:
         self.cache = cache
         self._lane, self._overhead, self._most_pages = lane, overhead, most_pages
         self._groups: list[tuple[Workspace, list[int]]] = []
+        self._steps_left = 0  # until a row has no room
 
     @property
     def slots(self) -> list[int]:
@@ -83,9 +84,9 @@ class KeptGroups:
         return [slot for _, slots in self._groups for slot in slots if slot != _GONE]
 
     @property
-    def full(self) -> bool:
-        """Whether a row has no room for another step: then the groups must be arranged."""
-        return any(workspace.longest >= workspace.width for workspace, _ in self._groups)
+    def settled(self) -> bool:
+        """Whether the next step needs no `arrange`: no row has left, and all have room for it."""
+        return self._steps_left > 0
 
     def arrange(self, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         """Have the `rows` (slot, position of the pending token), some of which are here already.
@@ -94,11 +95,15 @@ class KeptGroups:
         """
         known = set(self.slots)
         joining = [row for row in rows if row[0] not in known]
-        if not self.full and self._join(joining, tables):
-            self._close()
-            if not self._wasteful([position for _, position in rows]):
-                return
-        self._regroup(rows, tables)
+        full = self._least_room() < 1
+        if full or not self._join(joining, tables) or self._wasteful([at for _, at in rows]):
+            self._regroup(rows, tables)
+        self._steps_left = self._least_room()
+
+    def _least_room(self) -> int:
+        """The tokens for which every row has room."""
+        rooms = [workspace.width - workspace.longest for workspace, _ in self._groups]
+        return min(rooms, default=0)
 
     def _join(self, rows: Sequence[tuple[int, int]], tables: Ints) -> bool:
         """Add rows to groups that have room; whether all found some. Narrow groups come first."""
@@ -117,6 +122,7 @@ class KeptGroups:
                 return False
         for index, new in added.items():
             self._add(index, new, tables)
+        self._close()
         return True
 
     def _add(self, index: int, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
@@ -178,6 +184,7 @@ class KeptGroups:
 
         The others stay where they are until `arrange`.
         """
+        self._steps_left = 0
         if keep:
             self.flush(tables, leaving)
         for workspace, slots in self._groups:
@@ -209,6 +216,7 @@ class KeptGroups:
 
     def advance(self) -> None:
         """The step is done: every row has one more token."""
+        self._steps_left -= 1
         for workspace, slots in self._groups:
             if slots:
                 workspace.advance()

@@ -78,7 +78,7 @@ class UniformTable:
         """Uniforms [rows] of token number `counts` [rows] of `requests` in `slots` [rows]."""
         starts = counts - counts % _AHEAD
         stale = self._starts[slots] != starts
-        for start in np.unique(starts[stale]).tolist():
+        for start in np.unique(starts[stale]).tolist() if stale.any() else ():
             rows = np.flatnonzero(stale & (starts == start)).tolist()
             self._fill([(requests[row], int(slots[row])) for row in rows], start)
         return np.asarray(self._rows[slots, counts - starts], np.float64)

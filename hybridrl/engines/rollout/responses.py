@@ -15,7 +15,7 @@ _MOST = 256  # steps in the arrays
 
 
 class GrowingResponses:
-    """The responses of a batch's rows, for as long as none joins or leaves.
+    """The responses of a batch's rows, for as long as none joins; `take` lets some leave.
 
     `append` puts the tokens of a step in arrays [rows, steps]. The requests lack them until
     `write`, which `append` calls where a row may end: with a stop token, a token that can complete
@@ -76,8 +76,19 @@ class GrowingResponses:
             may[:] = True
         return np.flatnonzero(may).tolist()
 
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these of the rows alone, in this order."""
+        self._requests = [self._requests[row] for row in rows]
+        if len(self._stop_ids) > 1:
+            self._stop_ids = self._stop_ids[rows]
+        self._left, self._tokens = self._left[rows], self._tokens[rows]
+        self._log_probs = self._log_probs[rows]
+        self._soonest = int(self._left.min())
+
     def write(self) -> None:
         """Append what the arrays have to the requests."""
+        if not self._steps:
+            return
         tokens = self._tokens[:, : self._steps].tolist()
         log_probs = self._log_probs[:, : self._steps].tolist()
         for request, more, values in zip(self._requests, tokens, log_probs, strict=True):

@@ -115,13 +115,12 @@ def sample(
     """
     # The model's distribution after temperature.
     logits = _scaled(logits, batch)
-    best, argbest = logits.max(-1)
-    of_model = weights = (logits - best[:, None]).exp_()
+    best = logits.amax(-1, True)
+    of_model = weights = (logits - best).exp_()
     # The one that is drawn from.
     if edited is not None:
         edited = _scaled(edited, batch)
-        highest, argbest = edited.max(-1)
-        weights = (edited - highest[:, None]).exp_()
+        weights = (edited - edited.amax(-1, True)).exp_()
     if batch.min_p is not None:
         # The most probable token has weight 1.
         weights = weights.where(weights >= batch.min_p[:, None], 0.0)
@@ -133,24 +132,24 @@ def sample(
         tokens, total = _draw(weights, of_model, uniforms, batch)
     elif batch.keeps is not None:
         others = _draw(weights, of_model, uniforms, batch)
-        tokens = torch.where(batch.keeps, tokens, others[0])
-        total = torch.where(batch.keeps, total, others[1])
+        tokens = torch.where(batch.keeps[:, None], tokens, others[0])
+        total = torch.where(batch.keeps[:, None], total, others[1])
     if batch.greedy is not None:
-        tokens = torch.where(batch.greedy, argbest, tokens)
-    drawn = logits.gather(-1, tokens[:, None])[:, 0]
-    log_probs = ((drawn - best).double() - total.log()).float()
-    return tokens, log_probs, None if kept is None else kept.int()
+        likeliest = (logits if edited is None else edited).argmax(-1, True)
+        tokens = torch.where(batch.greedy[:, None], likeliest, tokens)
+    log_probs = (logits.gather(-1, tokens) - best - total.log()).float()  # the sums are float64
+    return tokens[:, 0], log_probs[:, 0], None if kept is None else kept.int()
 
 
 def _draw(
     weights: torch.Tensor, of_model: torch.Tensor, uniforms: torch.Tensor, batch: SamplingBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [rows] of restricted `weights`, and the sums [rows] float64 of the model's.
+    """Tokens [rows, 1] of restricted `weights`, and the sums [rows, 1] float64 of the model's.
 
     Both weights are [rows, vocab], and may be one tensor.
     """
     ends = _ends(of_model)
-    total = ends[:, -1]
+    total = ends[:, -1:]
     if batch.top_k is not None or batch.top_p is not None:
         weights = restrict(weights, batch.top_k, batch.widest, batch.top_p)
     if weights is not of_model:
@@ -167,9 +166,9 @@ def _draw_kept(
     """
     inside, ids = kept >= 0, kept.clamp(min=0)
     ends = weights.gather(-1, ids).where(inside, 0.0).cumsum(-1, dtype=torch.float64)
-    place = _first_above(ends, (uniforms * ends[:, -1])[:, None])
-    tokens = ids.gather(-1, place.clamp(max=ids.shape[1] - 1))[:, 0]
-    total = of_model.gather(-1, ids).where(inside, 0.0).sum(-1, dtype=torch.float64)
+    place = _first_above(ends, uniforms[:, None] * ends[:, -1:])
+    tokens = ids.gather(-1, place.clamp(max=ids.shape[1] - 1))
+    total = of_model.gather(-1, ids).where(inside, 0.0).sum(-1, True, dtype=torch.float64)
     return tokens, total
 
 
@@ -246,20 +245,20 @@ def _ends(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, ends: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token [rows] whose cumulative weight exceeds the uniform's share of the total.
+    """The first token [rows, 1] whose cumulative weight exceeds the uniform's share of the total.
 
     In two levels, chunk and token, so that the float64 sums of a large vocabulary are cheap.
     """
-    target = (uniforms * ends[:, -1])[:, None]
+    target = uniforms[:, None] * ends[:, -1:]
     index = _first_above(ends, target)
     vocab = weights.shape[-1]
     if vocab <= _CHUNK:
-        return index[:, 0]
+        return index
     before = ends.gather(-1, (index - 1).clamp(min=0)).where(index > 0, 0.0)
     ids = index * _CHUNK + torch.arange(_CHUNK, device=weights.device)
     inside = weights.gather(-1, ids.clamp(max=vocab - 1)).where(ids < vocab, 0.0)
     token = _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
-    return (index * _CHUNK + token)[:, 0]
+    return index * _CHUNK + token
 
 
 def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,9 @@ class Rows:
             assert group.workspace is not None
             own = slots[group.start : group.start + group.rows]
             assert group.positions[:, 0].tolist() == [self.length[slot] for slot in own]
-            seen = group.workspace.fetch(1, torch.stack([self.write(slot) for slot in own]))
+            new = torch.stack([self.write(slot) for slot in own])
+            halves = torch.stack(group.workspace.fetch(1, new))
+            seen = halves.unflatten(1, (len(own), self.cache.kv_heads))
             assert group.keys == max(self.length[slot] for slot in own) + 1
             for row, slot in enumerate(own):
                 wanted = [self.wanted[slot, i] for i in range(self.length[slot] + 1)]
