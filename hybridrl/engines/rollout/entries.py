@@ -106,8 +106,8 @@ class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
-    experts; until then no sequence joins or leaves. `batch` stays until one joins and, where nothing
-    is kept, until one leaves. `kept` are the rows' gathered keys and values. In the next
+    experts; until then no sequence joins or leaves. `batch` stays until one joins, and without
+    `kept` until one leaves. `kept` are the rows' gathered keys and values. In the next
     `steps_left` steps no row needs another block. Rows that take graph steps have `graph` in place
     of a batch. In `responses` are tokens of the rows that the requests lack until `write`.
     """

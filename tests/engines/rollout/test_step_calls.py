@@ -1,11 +1,13 @@
-"""The Python calls that a generated token costs, counted exactly by `cProfile`."""
+"""What a decode step costs, counted exactly: Python calls by `cProfile`, and torch's operators."""
 
 import cProfile
 import pstats
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hybridrl.engines.rollout.interface import Request, SamplingParams
@@ -43,3 +45,38 @@ def test_a_token_costs_few_calls(
     assert [len(output.token_ids) for output in outputs] == [NEW_TOKENS] * rows
     assert own > NEW_TOKENS  # the profile has this project's functions
     assert own / (rows * NEW_TOKENS) <= MOST[rows]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch dispatches, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.number += 1
+        return operator(*args, **(kwargs or {}))
+
+
+OPERATORS_A_LAYER, OPERATORS_BESIDES = 60, 60
+
+
+def test_a_step_dispatches_few_operators(
+    make_model: Callable[..., PreTrainedModel], make_engine: Callable[..., NativeEngine]
+) -> None:
+    """Of 8 rows of unequal lengths, by models of two and of three layers."""
+    numbers = []
+    for layers in (2, 3):
+        engine = make_engine(make_model("qwen3", num_hidden_layers=layers), block_size=16)
+        rows = range(8)
+        engine.submit([Request(row, [row] * (3 + row), SamplingParams(8), row) for row in rows])
+        engine.step()  # which admits them
+        with Operators() as operators:
+            engine.step()
+        numbers.append(operators.number)
+    two, three = numbers
+    assert three - two <= OPERATORS_A_LAYER
+    assert two - 2 * (three - two) <= OPERATORS_BESIDES
