@@ -11,7 +11,12 @@ import torch
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.device_copies import upload
 from hybridrl.engines.rollout.entries import Admitted, Entry, Lane
-from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.expert_record import (
+    ExpertRecord,
+    ExpertRecorder,
+    Experts,
+    SequenceRows,
+)
 from hybridrl.engines.rollout.interface import KV, Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
 from hybridrl.engines.rollout.stage import RolloutStage
@@ -216,6 +221,12 @@ class CacheFiller:
         """Append what a pass has recorded to the records of its sequences."""
         if self._recorder is not None and routing is not None:
             self._recorder.keep(spans, routing)
+
+    def experts(self, routing: Routing | None, rows: int) -> Experts | None:
+        """What a decode step has recorded [rows, layers, k]."""
+        if self._recorder is None or routing is None:
+            return None
+        return self._recorder.experts(routing, rows)
 
     def join_records(self, records: Iterable[ExpertRecord | None]) -> None:
         """Add the layers of other stages to records that leave the engine."""

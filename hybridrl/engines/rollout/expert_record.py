@@ -110,24 +110,26 @@ class ExpertRecorder:
         """Append to the records what a pass has computed for the first time."""
         if all(span.known == span.tokens for span in spans):
             return
-        rows = max(span.row + span.tokens for span in spans)
-        # the experts of all its layers leave the device at once
-        self.append(spans, routing.recorded()[:rows].cpu() if self._own else None)
-
-    def append(self, spans: Sequence[SequenceRows], own: torch.Tensor | None) -> None:
-        """`keep` from experts on the host: [rows, layers, k] of this rank's layers, if any."""
-        experts = self._whole(own, max((span.row + span.tokens for span in spans), default=0))
+        experts = self.experts(routing, max(span.row + span.tokens for span in spans))
         for span in spans:
             assert len(span.record) >= span.start, "a token before it has not been computed"
             new = experts[span.row + span.known : span.row + span.tokens]
             if len(new):
                 span.record.append(new)
 
+    def experts(self, routing: Routing, rows: int) -> Experts:
+        """What a pass has computed for its first `rows` tokens: [rows, layers, k]."""
+        # the experts of all its layers leave the device at once
+        return self.whole(routing.recorded()[:rows].cpu() if self._own else None, rows)
+
     def _size(self, rows: int) -> tuple[int, int, int]:
         return rows, len(self._shape.layers), self._shape.per_token
 
-    def _whole(self, own: torch.Tensor | None, rows: int) -> Experts:
-        """Experts of a pass's first `rows` tokens, with zeros for the layers of other stages."""
+    def whole(self, own: torch.Tensor | None, rows: int) -> Experts:
+        """Experts of a pass's first `rows` tokens, from those of this rank's layers on the host.
+
+        The layers of other stages have zeros.
+        """
         whole = np.zeros(self._size(rows), self._shape.numpy_dtype)
         if own is not None:
             whole[:, self._own] = own[:rows].numpy()

@@ -16,7 +16,7 @@ import torch
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.device_copies import Array, Download, upload
 from hybridrl.engines.rollout.entries import Entry, GraphRows, Lane
-from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.expert_record import ExpertRecorder, Experts
 from hybridrl.engines.rollout.graph_capture import CapturedSteps
 from hybridrl.engines.rollout.graph_step import GraphStep, obstacle
 from hybridrl.engines.rollout.interface import EngineParts, Request, SamplingParams
@@ -94,12 +94,15 @@ class _Underway:
 class LateTokens:
     """What a step has drawn for the requests that still run; they had `cached` tokens together.
 
+    `experts` [rows, layers, k] are those of the tokens that it fed, None where none are recorded.
+
     `whole`: these are the rows of the lane as it is now, none less and none more.
     """
 
     requests: list[Request]
     slots: Ints
     drawn: DrawnTokens
+    experts: Experts | None
     cached: int
     whole: bool
 
@@ -126,7 +129,7 @@ class GraphDecoder:
         max_sequence: int,
         recorder: ExpertRecorder | None = None,
     ) -> None:
-        """Experts of the tokens are appended to their records by the `recorder`."""
+        """The `recorder` tells experts of this rank's layers from those of others."""
         self._recorder = recorder
         self._stage, self._settings, self._device = stage, settings, stage.device
         self._max_sequence, self._spare = max_sequence, slots
@@ -296,26 +299,20 @@ class GraphDecoder:
             if not rows:
                 continue
             tokens, log_probs, _ = step.drawn.wait()
-            self._record(step, rows)
             yield LateTokens(
                 requests if whole else [requests[row] for row in rows],
                 step.rows.slots[rows],
                 DrawnTokens(tokens[rows], log_probs[rows]),
+                self._experts(step, rows),
                 int(step.positions[rows].sum()),
                 whole,
             )
 
-    def _record(self, step: _Underway, rows: list[int]) -> None:
-        """Append the experts of a step's tokens in these rows to the records of their sequences."""
+    def _experts(self, step: _Underway, rows: list[int]) -> Experts | None:
+        """The experts of a step's tokens in these rows, if they are recorded."""
         if self._recorder is None or step.experts is None:
-            return
-        records = [(row, step.rows.entries[row].request.routed_experts) for row in rows]
-        spans = [
-            SequenceRows(record, int(step.positions[row]), 1, row)
-            for row, record in records
-            if record is not None
-        ]
-        self._recorder.append(spans, step.experts.wait()[0])
+            return None
+        return self._recorder.whole(step.experts.wait()[0], len(step.positions))[rows]
 
 
 def _obstacle(sampling: SamplingParams) -> str:

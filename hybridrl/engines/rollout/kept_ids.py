@@ -39,6 +39,12 @@ class KeptIds:
         self._counts.append(len(ids))
         self._pieces.append(ids)
 
+    def extend(self, kept: IdArray) -> None:
+        """The next tokens were drawn from `kept` [tokens, most], without the -1 behind a row's."""
+        inside = kept >= 0
+        self._counts += inside.sum(1).tolist()
+        self._pieces.append(kept[inside])
+
     def append_whole(self, number: int) -> None:
         """The next tokens have no kept ids."""
         self._counts += [0] * number

@@ -18,7 +18,7 @@ from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller, KVCosts
 from hybridrl.engines.rollout.entries import Entry, Lane
-from hybridrl.engines.rollout.expert_record import ExpertRecorder
+from hybridrl.engines.rollout.expert_record import ExpertRecorder, Experts
 from hybridrl.engines.rollout.graph_decode import (
     GraphDecoder,
     GraphSettings,
@@ -421,9 +421,10 @@ class NativeEngine:
             self._decode_tokens += len(step.requests)
             self._cached_tokens += step.cached
             if step.whole:
-                self._append(lane, step, step.drawn)
+                self._append(lane, step, step.drawn, step.experts)
             else:
-                self._end(self._responses(step, eager=True).append(step.drawn))
+                responses = self._responses(step, eager=True)
+                self._end(responses.append(step.drawn, step.experts))
 
     def _settle(self) -> None:
         """Collect the tokens of all steps; the requests have them then."""
@@ -437,18 +438,23 @@ class NativeEngine:
         assert lane.batch is not None
         drawn, lane.drawn = lane.drawn, None
         values = drawn.wait()
-        if lane.routing is not None:
-            self._filler.keep(lane.batch.spans(), lane.routing)
+        experts = self._filler.experts(lane.routing, len(values.tokens))
         lane.batch.advance(drawn.tokens)
-        self._append(lane, lane.batch, values)
+        self._append(lane, lane.batch, values, experts)
 
-    def _append(self, lane: Lane, rows: DecodeBatch | LateTokens, drawn: DrawnTokens) -> None:
+    def _append(
+        self,
+        lane: Lane,
+        rows: DecodeBatch | LateTokens,
+        drawn: DrawnTokens,
+        experts: Experts | None,
+    ) -> None:
         """Append a token to each row of a lane's batch, and end those whose last one it is."""
         if lane.responses is None:
             # Edits of logits and drafts read the requests.
             edits = isinstance(rows, DecodeBatch) and rows.sampling.edits is not None
             lane.responses = self._responses(rows, edits or self._speculation is not None)
-        self._end(lane.responses.append(drawn))
+        self._end(lane.responses.append(drawn, experts))
 
     def _responses(self, rows: DecodeBatch | LateTokens, eager: bool) -> GrowingResponses:
         limits = self._admission.limits[rows.slots]

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hybridrl.engines.rollout.expert_record import Experts
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
+from hybridrl.engines.rollout.kept_ids import IdArray
 from hybridrl.engines.rollout.requests import finish_of
 from hybridrl.engines.rollout.stage import DrawnTokens
 from hybridrl.engines.rollout.stops import StopStrings
@@ -17,10 +19,11 @@ _MOST = 256  # steps in the arrays
 class GrowingResponses:
     """The responses of a batch's rows, for as long as none joins; `take` lets some leave.
 
-    `append` puts the tokens of a step in arrays [rows, steps]. The requests lack them until
-    `write`, which `append` calls where a row may end: with a stop token, a token that can complete
-    a stop text, or the last one that a row may have. In other steps there is no work for each row,
-    but that ids are kept. An `eager` batch, whose requests are read in each step, is written there.
+    `append` puts the tokens of a step in arrays [rows, steps], and so the ids that they were drawn
+    from and the experts of those that were fed. The requests lack them until `write`, which
+    `append` calls where a row may end: with a stop token, a token that can complete a stop text, or
+    the last one that a row may have. In other steps there is no work for each row. An `eager`
+    batch, whose requests are read in each step, is written there.
 
     Invariant: no token in the arrays ends its row.
 
@@ -42,25 +45,30 @@ class GrowingResponses:
         self._requests, self._stops = requests, stops
         texts = {stops, *[request.stops for request in requests]}
         self._texts = [one for one in texts if one is not None]
-        kept = [request.kept_ids for request in requests]
-        self._keeps_ids = kept.count(None) < len(kept)
         self._stop_ids = _padded([request.sampling.stop_token_ids for request in requests])
         lengths = [len(request.response_ids) for request in requests]
         self._left = limits - np.array(lengths, np.int64)
         self._steps, self._soonest = 0, int(self._left.min())
         shape = len(requests), 1 if eager else min(_MOST, max(1, self._soonest))
         self._tokens, self._log_probs = np.empty(shape, np.int64), np.empty(shape, np.float32)
+        # By step: [rows, num_kept], [rows, layers, k].
+        self._kept: list[IdArray] = []
+        self._experts: list[Experts] = []
 
-    def append(self, drawn: DrawnTokens) -> list[tuple[Request, str]]:
-        """Append a token to each row; those that end with it, and why: see `finish_of`."""
+    def append(
+        self, drawn: DrawnTokens, experts: Experts | None = None
+    ) -> list[tuple[Request, str]]:
+        """Append a token to each row; those that end with it, and why: see `finish_of`.
+
+        `experts` [rows, layers, k] are those of the tokens before, where they are recorded.
+        """
         self._tokens[:, self._steps] = drawn.tokens
         self._log_probs[:, self._steps] = drawn.log_probs
         self._steps += 1
-        if self._keeps_ids:
-            assert drawn.kept is not None, "some request keeps ids"
-            for request, kept in zip(self._requests, drawn.kept, strict=True):
-                if request.kept_ids is not None:
-                    request.kept_ids.append(kept)
+        if drawn.kept is not None:
+            self._kept.append(drawn.kept)
+        if experts is not None:
+            self._experts.append(experts)
         rows = self._may_end(drawn)
         if rows or self._steps == self._tokens.shape[1]:
             self.write()
@@ -83,6 +91,8 @@ class GrowingResponses:
             self._stop_ids = self._stop_ids[rows]
         self._left, self._tokens = self._left[rows], self._tokens[rows]
         self._log_probs = self._log_probs[rows]
+        self._kept = [kept[rows] for kept in self._kept]
+        self._experts = [experts[rows] for experts in self._experts]
         self._soonest = int(self._left.min())
 
     def write(self) -> None:
@@ -94,6 +104,15 @@ class GrowingResponses:
         for request, more, values in zip(self._requests, tokens, log_probs, strict=True):
             request.response_ids += more
             request.log_probs += values
+        if self._kept:
+            for request, ids in zip(self._requests, np.stack(self._kept, 1), strict=True):
+                if request.kept_ids is not None:
+                    request.kept_ids.extend(ids)
+        if self._experts:
+            for request, experts in zip(self._requests, np.stack(self._experts, 1), strict=True):
+                assert request.routed_experts is not None
+                request.routed_experts.append(experts)
+        self._kept, self._experts = [], []
         self._left -= self._steps
         self._soonest -= self._steps
         self._steps = 0

@@ -166,7 +166,7 @@ class Speculation:
         for guessed in (*guess.tokens, None):
             row = start + num_tokens
             token, log_prob = int(drawn.tokens[row]), float(drawn.log_probs[row])
-            kept = None if drawn.kept is None else drawn.kept[row]
+            kept = None if drawn.kept is None else drawn.kept[row][drawn.kept[row] >= 0]
             finish = append_token(request, token, log_prob, kept, stops)
             num_tokens += 1
             accepted += token == guessed

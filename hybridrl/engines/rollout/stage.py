@@ -25,7 +25,7 @@ from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
 from hybridrl.engines.rollout.interface import Request
-from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
+from hybridrl.engines.rollout.kept_ids import IdArray
 from hybridrl.engines.rollout.logit_edits import barred
 from hybridrl.engines.rollout.memory import num_states
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
@@ -56,12 +56,12 @@ from hybridrl.models.vision import VisionTower, image_reader, vision_tower
 class DrawnTokens(NamedTuple):
     """Tokens [rows] of a step on the host, their log-probabilities, and the ids of `sample`.
 
-    `kept` is None where no row keeps its ids.
+    `kept` [rows, num_kept] is None where no row keeps its ids.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
     log_probs: npt.NDArray[np.float32]
-    kept: list[IdArray] | None = None
+    kept: IdArray | None = None
 
 
 class Drawn:
@@ -88,7 +88,8 @@ class Drawn:
             others = [message[1].view(torch.float64).float()]
             others += [message[2:].T] if len(message) > 2 else []
         log_probs, *kept = others
-        return DrawnTokens(tokens.numpy(), log_probs.numpy(), rows_of(kept[0]) if kept else None)
+        ids = kept[0].int().numpy() if kept else None
+        return DrawnTokens(tokens.numpy(), log_probs.numpy(), ids)
 
 
 class RolloutStage:

@@ -65,8 +65,8 @@ def test_each_row_ends_with_the_token_that_ends_it(
         tokens = tokens[: len(batch)]
         log_probs, kept = np.float32([-0.1 * step - token for token in tokens]), None
         if any(request.kept_ids is not None for request in batch):
-            kept = [np.array([token], np.int32) for token in tokens]
-        ids = kept or [None] * len(batch)
+            kept = np.array([[token, -1] for token in tokens], np.int32)
+        ids = [None] * len(batch) if kept is None else kept[:, :1]
         ends = [
             append_token(*row, stops)
             for row in zip(wanted, tokens, log_probs.tolist(), ids, strict=True)
