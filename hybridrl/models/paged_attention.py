@@ -281,13 +281,12 @@ class PagedGroup:
         """Additive causal mask [rows, copies * queries, keys], made once per window."""
         if (window, copies) not in self.masks:
             key = torch.arange(self.keys, device=self.positions.device)
-            query = self.positions[:, :, None]
+            query = self.positions.repeat(1, copies)[:, :, None]
             hidden = key > query
             if window is not None:
                 hidden |= key <= query - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask.masked_fill_(hidden, torch.finfo(dtype).min)
-            self.masks[window, copies] = mask.repeat(1, copies, 1) if copies > 1 else mask
+            self.masks[window, copies] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
         return self.masks[window, copies]
 
     def attend(

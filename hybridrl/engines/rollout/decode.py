@@ -110,6 +110,8 @@ class FusedLayer:
 
     attention: Any
     mlp: Any
+    scaling: float
+    act: nn.Module | None
     input_norm: nn.Parameter
     mlp_norm: nn.Parameter
     window: int | None
@@ -131,6 +133,8 @@ class FusedLayer:
         own = cls(
             attention=a,
             mlp=mlp,
+            scaling=a.scaling,
+            act=getattr(mlp, "act_fn", None),
             input_norm=layer.input_layernorm.weight,  # type: ignore[union-attr, arg-type]
             mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr, arg-type]
             window=getattr(a, "sliding_window", everywhere),
@@ -200,6 +204,12 @@ class FusedDecoder:
         dense = [layer.mlp.gate_proj for layer in self.layers if layer.gate_up is not None]
         self._features: int = dense[0].weight.shape[0] if dense else 0
         self._outputs: LayerOutputs | None = None
+        # Only the last stage has one.
+        norm = model.model.norm
+        self._norm = None if isinstance(norm, nn.Identity) else norm.weight
+        # Whether a position's rotation is the same in all batches.
+        kind = model.model.rotary_emb.rope_type
+        self.rotates_alike: bool = kind in ("default", "linear", "llama3", "yarn")
 
     def allocate(self) -> None:
         """Fuse again, after the parameters got new storage."""
@@ -222,7 +232,10 @@ class FusedDecoder:
         A layer makes no call of this project's functions but those of its attention.
         """
         cos, sin = self._rotation(x, positions)
-        attend, norms, outputs = paged.attention(), self._head_norms(), self._outputs_for(x)
+        attend, norms, outputs = paged.attention(), self._head_norms(), self._outputs
+        if outputs is None or len(outputs.qkv) != len(x):  # kept while as many tokens come
+            sizes = self._heads, self._kv_heads, self._dim, self._features
+            outputs = self._outputs = LayerOutputs.of(x, *sizes)
         hidden, dim, half = x.shape[1:], (self._dim,), self._dim // 2
         for number, layer in enumerate(self.layers):
             # queries, keys and values, of which the first two are rotated
@@ -233,8 +246,8 @@ class FusedDecoder:
                 qk = torch.rms_norm(qk, dim, None, self.eps).mul_(norms[number])
             torch.addcmul(qk * cos, qk.roll(half, -1), sin, out=outputs.rotated)
             # attention
-            scaling = layer.attention.scaling
-            h = attend(number, outputs.query, outputs.new, scaling, layer.window).flatten(1)
+            rest = layer.scaling, layer.window
+            h = attend(number, outputs.query, outputs.new, *rest).flatten(1)
             if layer.out_weight is not None:
                 x = torch.addmm(x, h, layer.out_weight.t())
             else:
@@ -245,23 +258,12 @@ class FusedDecoder:
                 x = x + layer.mlp(h[None])[0]
                 continue
             layer.gate_up.product(h, out=outputs.gate_up)
-            h = layer.mlp.act_fn(outputs.gate).mul_(outputs.up)
+            h = layer.act(outputs.gate).mul_(outputs.up)
             if layer.down_weight is not None:
                 x = torch.addmm(x, h, layer.down_weight.t())
             else:
                 x = x + layer.mlp.down_proj(h)
-        norm = self._model.model.norm
-        # Only the last stage has one.
-        last = isinstance(norm, nn.Identity)
-        return x if last else torch.rms_norm(x, hidden, norm.weight, self.eps)
-
-    def _outputs_for(self, x: torch.Tensor) -> LayerOutputs:
-        """Where the layers write for the tokens of `x`: kept while as many tokens come."""
-        if self._outputs is None or len(self._outputs.qkv) != len(x):
-            self._outputs = LayerOutputs.of(
-                x, self._heads, self._kv_heads, self._dim, self._features
-            )
-        return self._outputs
+        return x if self._norm is None else torch.rms_norm(x, hidden, self._norm, self.eps)
 
     def _head_norms(self) -> Sequence[torch.Tensor] | None:
         """A layer's norm weights of each rotated head [heads + kv_heads, head_dim], if it has any.
@@ -283,11 +285,6 @@ class FusedDecoder:
         if not self.rotates_alike:
             return self._rotations(x, positions).unbind(1)
         return self.rotations(x).index_select(0, positions).unbind(1)
-
-    @property
-    def rotates_alike(self) -> bool:
-        """Whether a position's rotation is the same in all batches."""
-        return self._model.model.rotary_emb.rope_type in ("default", "linear", "llama3", "yarn")
 
     def rotations(self, x: torch.Tensor) -> torch.Tensor:
         """Cosines and signed sines [positions, 2, 1, head_dim] of all positions, kept."""

@@ -66,7 +66,7 @@ class GraphStep:
             places = cache, state.tables, slots, positions
             qkv = layer.qkv.product(h)
             query = kernels.qk_norm_rotary_write(qkv, layer.norms, rotations, *places, eps)
-            scaling = layer.attention.scaling
+            scaling = layer.scaling
             h = kernels.paged_attention(query, *places, self._max_length, scaling, layer.window)
             x = _out(layer, h.flatten(1))
             # feed-forward
