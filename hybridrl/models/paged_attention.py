@@ -281,12 +281,13 @@ class PagedGroup:
         """Additive causal mask [rows, copies * queries, keys], made once per window."""
         if (window, copies) not in self.masks:
             key = torch.arange(self.keys, device=self.positions.device)
-            query = self.positions.repeat(1, copies)[:, :, None]
+            query = self.positions[:, :, None]
             hidden = key > query
             if window is not None:
                 hidden |= key <= query - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self.masks[window, copies] = mask.masked_fill_(hidden, torch.finfo(dtype).min)
+            mask.masked_fill_(hidden, torch.finfo(dtype).min)
+            self.masks[window, copies] = mask.repeat(1, copies, 1) if copies > 1 else mask
         return self.masks[window, copies]
 
     def attend(

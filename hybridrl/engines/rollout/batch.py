@@ -108,16 +108,19 @@ class DecodeBatch:
 
     def take(self, rows: Sequence[int]) -> None:
         """Keep these of the rows alone, in this order, which is that of `kept`."""
-        self.requests = [self.requests[row] for row in rows]
         at = np.array(rows)
+        self.requests = [self.requests[row] for row in rows]
         self.slots, self.positions, self.counts = (
-            array[at] for array in (self.slots, self.positions, self.counts)
+            self.slots[at],
+            self.positions[at],
+            self.counts[at],
         )
-        self.sampling = self._sampling()
         self._states = self._states[at] if len(self._states) else self._states
         self._state_batch = None
         self._deltas = None if self._deltas is None else self._deltas[at]
         self._tokens = self._tokens[at]
+        plain = self.sampling.edits is None
+        self.sampling = self.sampling.take(torch.from_numpy(at)) if plain else self._sampling()
 
     def inputs(self, cache: KVCache, tables: Ints, uniforms: Array | None = None) -> PassInputs:
         """The pass of one decode step, whose tokens are drawn by `uniforms` [rows].

@@ -186,10 +186,10 @@ class CacheFiller:
         if self._keeps:
             if kept is None or kept.cache is not cache:
                 overhead = group_pages(self._device, self._block_size)
-                lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
-            lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
+                kept = lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
+            kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
         rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-        lane.batch = self._batch(rows, lane.entries, lane.kept)
+        lane.batch = self._batch(rows, lane.entries, kept)
         return lane.batch
 
     def _batch(

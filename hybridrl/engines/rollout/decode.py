@@ -111,7 +111,7 @@ class FusedLayer:
     attention: Any
     mlp: Any
     scaling: float
-    act: nn.Module | None
+    act: Any
     input_norm: nn.Parameter
     mlp_norm: nn.Parameter
     window: int | None
@@ -205,10 +205,10 @@ class FusedDecoder:
         self._features: int = dense[0].weight.shape[0] if dense else 0
         self._outputs: LayerOutputs | None = None
         # Only the last stage has one.
-        norm = model.model.norm
-        self._norm = None if isinstance(norm, nn.Identity) else norm.weight
+        norm: Any = model.model.norm
+        self._norm: nn.Parameter | None = None if isinstance(norm, nn.Identity) else norm.weight
         # Whether a position's rotation is the same in all batches.
-        kind = model.model.rotary_emb.rope_type
+        kind: Any = model.model.rotary_emb.rope_type
         self.rotates_alike: bool = kind in ("default", "linear", "llama3", "yarn")
 
     def allocate(self) -> None:

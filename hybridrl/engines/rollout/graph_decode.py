@@ -95,7 +95,6 @@ class LateTokens:
     """What a step has drawn for the requests that still run; they had `cached` tokens together.
 
     `experts` [rows, layers, k] are those of the tokens that it fed, None where none are recorded.
-
     `whole`: these are the rows of the lane as it is now, none less and none more.
     """
 

@@ -420,11 +420,11 @@ class NativeEngine:
         for step in self._graphs.collect(lane, late) if self._graphs is not None else ():
             self._decode_tokens += len(step.requests)
             self._cached_tokens += step.cached
+            tokens = step.drawn, step.experts
             if step.whole:
-                self._append(lane, step, step.drawn, step.experts)
+                self._append(lane, step, *tokens)
             else:
-                responses = self._responses(step, eager=True)
-                self._end(responses.append(step.drawn, step.experts))
+                self._end(self._responses(step, eager=True).append(*tokens))
 
     def _settle(self) -> None:
         """Collect the tokens of all steps; the requests have them then."""

@@ -1,7 +1,8 @@
 """Drawing tokens: one uniform per token against the cumulative distribution in float64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +95,17 @@ class SamplingBatch:
             min_p=column(params.min_p, torch.float32) if params.min_p > 0 else None,
             num_kept=min(params.top_k, vocab_size) if params.keeps_ids else 0,
         )
+
+    def take(self, rows: torch.Tensor) -> "SamplingBatch":
+        """Only these rows, in this order; none edits its logits. Maxima are those of all rows."""
+        assert self.edits is None
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken: dict[str, Any] = {
+            name: column[rows]
+            for name, column in columns.items()
+            if isinstance(column, torch.Tensor)
+        }
+        return replace(self, **taken)
 
 
 def sample(

@@ -57,7 +57,7 @@ def limits_of(batch: Sequence[Request]) -> Ints:
 def test_each_row_ends_with_the_token_that_ends_it(
     batch: list[Request], stops: StopStrings | None, data: st.DataObject
 ) -> None:
-    """Until a row ends, which ends the batch; requests may be asked for after any step."""
+    """Those that end leave the batch; requests may be asked for, and change places."""
     wanted = [request.copy() for request in batch]
     responses = GrowingResponses(batch, limits_of(batch), stops, data.draw(st.booleans()))
     for step in range(12):
@@ -78,8 +78,13 @@ def test_each_row_ends_with_the_token_that_ends_it(
         if ended or data.draw(st.booleans()):
             responses.write()
             assert batch == wanted
-        if ended:
+        left = [row for row, why in enumerate(ends) if why is None]
+        if not left:
             return
+        if ended or data.draw(st.booleans()):
+            left = data.draw(st.permutations(left))
+            responses.take(left)
+            batch, wanted = ([rows[row] for row in left] for rows in (batch, wanted))
     responses.write()
     assert batch == wanted
 

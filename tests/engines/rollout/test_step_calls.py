@@ -61,7 +61,7 @@ class Operators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-OPERATORS_A_LAYER, OPERATORS_BESIDES = 60, 60
+OPERATORS_A_LAYER, OPERATORS_BESIDES = 25, 63
 
 
 def test_a_step_dispatches_few_operators(
