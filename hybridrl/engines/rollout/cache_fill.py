@@ -175,7 +175,7 @@ class CacheFiller:
     def lane_batch(self, lane: Lane, cache: KVCache, tables: Ints) -> DecodeBatch:
         """The batch of a lane's next step; it stays while no sequence joins."""
         batch, kept = lane.batch, lane.kept
-        if batch is not None and (kept is None or kept.settled):
+        if batch is not None and (kept is None or kept.steps_left > 0):
             return batch
         if batch is not None and kept is not None:  # only the rows' places change
             slots = batch.slots.tolist()
@@ -222,10 +222,9 @@ class CacheFiller:
         if self._recorder is not None and routing is not None:
             self._recorder.keep(spans, routing)
 
-    def experts(self, routing: Routing | None, rows: int) -> Experts | None:
+    def experts(self, routing: Routing, rows: int) -> Experts:
         """What a decode step has recorded [rows, layers, k]."""
-        if self._recorder is None or routing is None:
-            return None
+        assert self._recorder is not None
         return self._recorder.experts(routing, rows)
 
     def join_records(self, records: Iterable[ExpertRecord | None]) -> None:

@@ -76,17 +76,12 @@ class KeptGroups:
         self.cache = cache
         self._lane, self._overhead, self._most_pages = lane, overhead, most_pages
         self._groups: list[tuple[Workspace, list[int]]] = []
-        self._steps_left = 0  # until a row has no room
+        self.steps_left = 0  # until the groups must be arranged: a row has no room, or has left
 
     @property
     def slots(self) -> list[int]:
         """All rows' slots, group by group."""
         return [slot for _, slots in self._groups for slot in slots if slot != _GONE]
-
-    @property
-    def settled(self) -> bool:
-        """Whether the next step needs no `arrange`: no row has left, and all have room for it."""
-        return self._steps_left > 0
 
     def arrange(self, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         """Have the `rows` (slot, position of the pending token), some of which are here already.
@@ -98,7 +93,7 @@ class KeptGroups:
         full = self._least_room() < 1
         if full or not self._join(joining, tables) or self._wasteful([at for _, at in rows]):
             self._regroup(rows, tables)
-        self._steps_left = self._least_room()
+        self.steps_left = self._least_room()
 
     def _least_room(self) -> int:
         """The tokens for which every row has room."""
@@ -184,7 +179,7 @@ class KeptGroups:
 
         The others stay where they are until `arrange`.
         """
-        self._steps_left = 0
+        self.steps_left = 0
         if keep:
             self.flush(tables, leaving)
         for workspace, slots in self._groups:
@@ -216,7 +211,7 @@ class KeptGroups:
 
     def advance(self) -> None:
         """The step is done: every row has one more token."""
-        self._steps_left -= 1
+        self.steps_left -= 1
         for workspace, slots in self._groups:
             if slots:
                 workspace.advance()

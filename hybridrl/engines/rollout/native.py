@@ -420,11 +420,10 @@ class NativeEngine:
         for step in self._graphs.collect(lane, late) if self._graphs is not None else ():
             self._decode_tokens += len(step.requests)
             self._cached_tokens += step.cached
-            tokens = step.drawn, step.experts
             if step.whole:
-                self._append(lane, step, *tokens)
+                self._append(lane, step, step.drawn, step.experts)
             else:
-                self._end(self._responses(step, eager=True).append(*tokens))
+                self._end(self._responses(step, eager=True).append(step.drawn, step.experts))
 
     def _settle(self) -> None:
         """Collect the tokens of all steps; the requests have them then."""
@@ -438,7 +437,8 @@ class NativeEngine:
         assert lane.batch is not None
         drawn, lane.drawn = lane.drawn, None
         values = drawn.wait()
-        experts = self._filler.experts(lane.routing, len(values.tokens))
+        rows, routing = len(values.tokens), lane.routing
+        experts = None if routing is None else self._filler.experts(routing, rows)
         lane.batch.advance(drawn.tokens)
         self._append(lane, lane.batch, values, experts)
 
