@@ -102,3 +102,15 @@ def test_a_long_response_is_written_now_and_then() -> None:
     assert request.response_ids == [*range(length)]
     assert request.log_probs == [-float(token) for token in range(length)]
     assert finish == ["length"]
+
+
+def test_rows_change_places_between_steps() -> None:
+    """Their tokens move with them, though the requests lack these."""
+    batch = [Request(row, [1], SamplingParams(9), row) for row in range(3)]
+    responses = GrowingResponses(batch, limits_of(batch), None)
+    responses.append(DrawnTokens(np.array([0, 1, 2]), np.float32([0, -1, -2])))
+    responses.take([2, 0])
+    responses.append(DrawnTokens(np.array([4, 3]), np.float32([-4, -3])))
+    responses.write()
+    assert [request.response_ids for request in batch] == [[0, 3], [], [2, 4]]
+    assert [request.log_probs for request in batch] == [[0, -3], [], [-2, -4]]
