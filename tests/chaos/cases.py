@@ -86,7 +86,7 @@ RAY_WEIGHTS = {
     Kind.KILL_RANK: 4, Kind.STOP_RANK: 1, Kind.KILL_DRIVER: 3, Kind.TERMINATE: 1,
     Kind.KILL_SANDBOX: 2, Kind.KILL_RAYLET: 2,
 }  # fmt: skip
-"""The same on Ray; files and disks are as without it."""
+"""What a case on Ray draws from; files and disks stay as they are without it."""
 
 CALLS = {
     STARTS: (0, 0), "listen": (0, 0), "setup": (0, 0), "begin": (0, 0), "": (0, STEPS),

@@ -164,7 +164,7 @@ def _save_shares(source, target, layout, lora, failing_rank=None):
     ("layout", "lora"),
     [
         ({"pp": 2, "fsdp": 2}, 0),
-        pytest.param({"fsdp": 4}, 4, marks=[pytest.mark.layouts, pytest.mark.wide]),
+        pytest.param({"fsdp": 4}, 4, marks=pytest.mark.layouts),
         pytest.param({"fsdp": 2, "tp": 2}, 0, marks=pytest.mark.layouts),
         pytest.param(
             {"replicas": 2, "fsdp": 2, "tp": 2}, 4, marks=[pytest.mark.layouts, pytest.mark.wide]

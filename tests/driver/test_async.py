@@ -737,7 +737,9 @@ TRAINING = {
         pytest.param(
             layout,
             id=name,
-            marks=[pytest.mark.layouts, pytest.mark.wide] if layout else [],
+            marks=[pytest.mark.layouts, *([] if name == "fsdp 2" else [pytest.mark.wide])]
+            if layout
+            else [],
         )
         for name, layout in TRAINING.items()
     ],

@@ -180,7 +180,6 @@ def test_one_that_dies_in_an_evaluation_leaves_it_to_others(
     assert got.keys() == {*range(STEPS + 1)}
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_record_with_a_death_is_followed(
     train_here: Callable[..., Any],

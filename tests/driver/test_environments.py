@@ -232,7 +232,6 @@ PARTIAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.wide
 @pytest.mark.layouts
 def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path

@@ -70,7 +70,7 @@ def test_fused_trains_on_what_serial_trains_on(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_of_the_old_policys_pass(run_of: Callable[..., Any], dtype: str) -> None:
     """On the generation instance, or with weights of another format by the train engine."""
     settings = ["trainer.router_replay=trainer", f"rollout.dtype={dtype}", "trainer.steps=1"]

@@ -37,7 +37,7 @@ Figures = dict[str, dict[str, Any]]
     ids=["some", "others"],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    """Figures of the whole model; with `--narrow` of eight layers, each of which adds as much."""
+    """Figures of the whole model; with `--narrow` of eight layers, where embeddings weigh more."""
     out = tmp_path_factory.mktemp("fsdp_memory") / "bytes.json"
     cut = ["--layers=8"] if request.config.getoption("narrow") else []
     figures = fsdp_memory(out, request.param, *cut)

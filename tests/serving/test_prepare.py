@@ -53,9 +53,9 @@ def test_snapshots_and_a_model_fit_the_memory_of_a_node(
     )
     with pytest.raises(ConfigError, match=line) as refused:
         prepare_server(make_config(*settings, "serve.snapshots=999999"))
-    found = re.match(line, str(refused.value))
-    assert found is not None
-    most = int(found[1])
+    match = re.match(line, str(refused.value))
+    assert match is not None
+    most = int(match[1])
     for fewer, models in {0: 1, 4: 2, 7: 2, 8: 3}.items():
         served = prepare_server(make_config(*settings, f"serve.snapshots={most - fewer}")).served
         assert served.most_models == models

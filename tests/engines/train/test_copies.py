@@ -35,20 +35,23 @@ def updated(path: str, layout: dict[str, Any], sequences: list[Any]) -> set[int]
     return {len(group) for groups in copies.kinds for group in groups}
 
 
+@pytest.mark.each
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "layout", "wanted"),
     [
         ("qwen3", {"replicas": 2, "fsdp": 1, "tp": 2}, {2, 4}),
-        ("qwen3", {"fsdp": 4}, set()),
-        ("qwen3", {"replicas": 4}, {4}),
-        ("qwen3", {"replicas": 2, "fsdp": 2}, {2}),
-        ("qwen3", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, {2}),
         ("qwen3", {"pp": 2, "fsdp": 2}, {2}),
-        ("qwen3_moe", {"fsdp": 2, "tp": 2, "ep": 4}, {2}),
         ("qwen3_moe", {"replicas": 2, "fsdp": 2, "ep": 2}, {2}),
-        ("qwen3_moe", {"fsdp": 4, "ep": 2}, set()),
-        ("qwen3", {"pp": 2, "fsdp": 1, "tp": 2}, {2}),
+        pytest.param("qwen3", {"fsdp": 4}, set(), marks=pytest.mark.wide),
+        pytest.param("qwen3", {"replicas": 4}, {4}, marks=pytest.mark.wide),
+        pytest.param("qwen3", {"replicas": 2, "fsdp": 2}, {2}, marks=pytest.mark.wide),
+        pytest.param(
+            "qwen3", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, {2}, marks=pytest.mark.wide
+        ),
+        pytest.param("qwen3_moe", {"fsdp": 2, "tp": 2, "ep": 4}, {2}, marks=pytest.mark.wide),
+        pytest.param("qwen3_moe", {"fsdp": 4, "ep": 2}, set(), marks=pytest.mark.wide),
+        pytest.param("qwen3", {"pp": 2, "fsdp": 1, "tp": 2}, {2}, marks=pytest.mark.wide),
     ],
     ids=str,
 )

@@ -188,9 +188,7 @@ def test_rows_in_chunks(ranks, model_dir, sequences):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize(
-    "layout", [(2, 2, 1), pytest.param((2, 1, 1, 2), marks=pytest.mark.wide)], ids=str
-)
+@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 1, 2)], ids=str)
 def test_a_large_model(fresh_ranks, model_dir, sequences, layout):
     """Weights are gathered layer by layer, and each row's gradients are summed at once.
 

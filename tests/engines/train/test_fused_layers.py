@@ -32,10 +32,11 @@ def wanted(tiny, sequences_of):
     cases = {}
 
     def make(family, **less):
-        if (family, *less) not in cases:
+        key = family, str(less)
+        if key not in cases:
             path = tiny(family, True, **SIZES | EXTRAS.get(family, OTHERS.get(family, {})) | less)
-            cases[family, *less] = path, sequences_of(), oracle(path, sequences_of())
-        return cases[family, *less]
+            cases[key] = path, sequences_of(), oracle(path, sequences_of())
+        return cases[key]
 
     return make
 
