@@ -119,8 +119,10 @@ class DecodeBatch:
         self._state_batch = None
         self._deltas = None if self._deltas is None else self._deltas[at]
         self._tokens = self._tokens[at]
-        plain = self.sampling.edits is None
-        self.sampling = self.sampling.take(torch.from_numpy(at)) if plain else self._sampling()
+        if self.sampling.has_only_temperatures:
+            self.sampling = self.sampling.take(torch.from_numpy(at))
+        else:  # made anew, else rows would go on with what those that have left wanted
+            self.sampling = self._sampling()
 
     def inputs(self, cache: KVCache, tables: Ints, uniforms: Array | None = None) -> PassInputs:
         """The pass of one decode step, whose tokens are drawn by `uniforms` [rows].

@@ -122,6 +122,11 @@ class Lane:
     routing: Routing | None = None
     responses: GrowingResponses | None = None
 
+    @property
+    def is_arranged(self) -> bool:
+        """Whether the next pass takes the batch as it is."""
+        return self.batch is not None and (self.kept is None or self.kept.steps_left > 0)
+
     def write(self) -> None:
         """Give the requests all tokens that were collected."""
         if self.responses is not None:

@@ -469,7 +469,7 @@ class NativeEngine:
         speculation.admitted(self._admission)
         start, before = self._clock(), self._decode_tokens
         # What it takes to begin a batch is not the time of its passes.
-        timed, rows = lane.batch is not None, len(lane.entries)
+        timed, rows = lane.is_arranged, len(lane.entries)
         guesses = speculation.guesses(lane, self._admission, self._pass_tokens)
         if guesses is None:
             self._launch(lane)

@@ -14,6 +14,9 @@ from hybridrl.engines.rollout.stage import DrawnTokens
 from hybridrl.engines.rollout.stops import StopStrings
 
 _MOST = 256  # steps in the arrays
+_MOST_KEPT = (
+    2**22
+)  # kept ids in the arrays, of all rows and steps: 16 MiB, written with their padding
 
 
 class GrowingResponses:
@@ -48,12 +51,17 @@ class GrowingResponses:
         self._stop_ids = _padded([request.sampling.stop_token_ids for request in requests])
         lengths = [len(request.response_ids) for request in requests]
         self._left = limits - np.array(lengths, np.int64)
-        self._steps, self._soonest = 0, int(self._left.min())
-        shape = len(requests), 1 if eager else min(_MOST, max(1, self._soonest))
-        self._tokens, self._log_probs = np.empty(shape, np.int64), np.empty(shape, np.float32)
+        self._steps, self._eager = 0, eager
+        self._begin()
         # By step: [rows, num_kept], [rows, layers, k].
         self._kept: list[IdArray] = []
         self._experts: list[Experts] = []
+
+    def _begin(self) -> None:
+        """Make the arrays as long as the row that may end first has tokens left."""
+        self._soonest = int(self._left.min())
+        shape = len(self._left), 1 if self._eager else min(_MOST, max(1, self._soonest))
+        self._tokens, self._log_probs = np.empty(shape, np.int64), np.empty(shape, np.float32)
 
     def append(
         self, drawn: DrawnTokens, experts: Experts | None = None
@@ -70,7 +78,8 @@ class GrowingResponses:
         if experts is not None:
             self._experts.append(experts)
         rows = self._may_end(drawn)
-        if rows or self._steps == self._tokens.shape[1]:
+        is_full = self._steps == self._tokens.shape[1]
+        if rows or is_full or sum(kept.size for kept in self._kept) >= _MOST_KEPT:
             self.write()
         ends = [(self._requests[row], finish_of(self._requests[row], self._stops)) for row in rows]
         return [(request, finish) for request, finish in ends if finish is not None]
@@ -89,8 +98,11 @@ class GrowingResponses:
         self._requests = [self._requests[row] for row in rows]
         if len(self._stop_ids) > 1:
             self._stop_ids = self._stop_ids[rows]
-        self._left, self._tokens = self._left[rows], self._tokens[rows]
-        self._log_probs = self._log_probs[rows]
+        self._left = self._left[rows]
+        if not self._steps:
+            self._begin()
+            return
+        self._tokens, self._log_probs = self._tokens[rows], self._log_probs[rows]
         self._kept = [kept[rows] for kept in self._kept]
         self._experts = [experts[rows] for experts in self._experts]
         self._soonest = int(self._left.min())
@@ -104,10 +116,11 @@ class GrowingResponses:
         for request, more, values in zip(self._requests, tokens, log_probs, strict=True):
             request.response_ids += more
             request.log_probs += values
-        if self._kept:
-            for request, ids in zip(self._requests, np.stack(self._kept, 1), strict=True):
-                if request.kept_ids is not None:
-                    request.kept_ids.extend(ids)
+        ids = np.stack(self._kept, 1) if self._kept else None
+        for row, request in enumerate(self._requests):
+            if request.kept_ids is not None:
+                assert ids is not None, "some request keeps ids"
+                request.kept_ids.extend(ids[row])
         if self._experts:
             for request, experts in zip(self._requests, np.stack(self._experts, 1), strict=True):
                 assert request.routed_experts is not None

@@ -104,6 +104,19 @@ def test_a_long_response_is_written_now_and_then() -> None:
     assert finish == ["length"]
 
 
+def test_a_row_that_leaves_does_not_leave_short_arrays() -> None:
+    """Those that stay are written as seldom as if it had never been there."""
+    batch = [Request(i, [1], SamplingParams(n), i) for i, n in enumerate((1, 9, 9))]
+    growing = GrowingResponses(batch, limits_of(batch), None)
+    drawn = DrawnTokens(np.zeros(3, np.int64), np.zeros(3, np.float32), None)
+    assert [request.id for request, _ in growing.append(drawn)] == [0]
+    growing.take([1, 2])
+    drawn = DrawnTokens(np.zeros(2, np.int64), np.zeros(2, np.float32), None)
+    for _ in range(2):
+        assert growing.append(drawn) == []
+    assert [len(request.response_ids) for request in batch] == [1, 1, 1]
+
+
 def test_rows_change_places_between_steps() -> None:
     """Their tokens move with them, though the requests lack these."""
     batch = [Request(row, [1], SamplingParams(9), row) for row in range(3)]
