@@ -9,14 +9,14 @@ import torch.distributed as dist
 from hybridrl.config import VALUE_MODELS, Config
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import ScoreInputs
-from hybridrl.engines.train.interface import TrainSequence, ended
+from hybridrl.engines.train.interface import ended
 from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.answers import ModelDescription
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.trainer import Trainer
-from hybridrl.workers.training import RoleScoring, UpdateShare, UpdateSteps
+from hybridrl.workers.training import RoleScoring, UpdateShare, UpdateSteps, sequence_of
 
 
 class ValueModel(Trainer):
@@ -80,11 +80,7 @@ class LearnedReward(ValueModel):
         (name,) = stage.scalars
         engine = self.train_engine
         pad = getattr(engine.model.config, "pad_token_id", None)
-        samples = [self.store[id] for id in ids]
-        whole = [
-            TrainSequence(s.tensors["tokens"], s.response_tokens, images=s.images) for s in samples
-        ]
-        sequences = [ended(sequence, pad) for sequence in whole]
+        sequences = [ended(sequence_of(self.store[id]), pad) for id in ids]
 
         def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
             return {name: tuple(value.item() for value in values)}, ()
@@ -102,9 +98,7 @@ class Critic(ValueModel):
         """Values of the states before every response token, stored as the stage's output field."""
         (self._values,) = stage.outputs
         samples = [self.store[id] for id in ids]
-        sequences = [
-            TrainSequence(s.tensors["tokens"], s.response_tokens, images=s.images) for s in samples
-        ]
+        sequences = [sequence_of(sample) for sample in samples]
 
         def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
             for sample, value in zip(samples, values, strict=True):

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
 from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
+from hybridrl.engines.train.image_rows import check_images_came
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.engines.train.shared_prompts import prompt_groups
@@ -30,7 +31,7 @@ from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.fused_layers import fuse_layers
-from hybridrl.models.image_text import tower_in
+from hybridrl.models.image_text import image_pads, tower_in
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
@@ -317,6 +318,8 @@ class ScoreEngine:
         """
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
         assert next(self.model.parameters()).numel(), "the owner of the weights sleeps"
+        if not self.classifier:  # whose sequences are all prompt
+            check_images_came(sequences, image_pads(self.config))
         rows = self._rows(sequences, counts)
         logger.debug("scoring %d sequences, %d rows", len(sequences), len(rows))
         order: list[int] = []

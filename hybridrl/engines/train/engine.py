@@ -50,7 +50,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
 from hybridrl.models.flops import ForwardFlops, forward_flops
-from hybridrl.models.image_text import has_tower
+from hybridrl.models.image_text import has_tower, image_pads
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -214,6 +214,7 @@ class TrainEngine(SteppedShards):
             SequenceCost(*forward_flops(config)),
             trainer.shares_prompts,
             tower_of(config, self.compute_dtype, self.device, any(x.first for x in self.chunks)),
+            image_pads(config),
         )
 
     @property

@@ -36,6 +36,17 @@ def place_images(
     return torch.cat([positions[None], rotations]), tower().row(torch.cat(pads), images)
 
 
+def check_images_came(sequences: Sequence[TrainSequence], pads: Sequence[int]) -> None:
+    """Raise ValueError for a prompt with some of the `pads`, and no images: it lost them."""
+    for number, sequence in enumerate(sequences if pads else ()):
+        prompt = sequence.ids[: sequence.ids.shape[0] - sequence.response_tokens]
+        if not sequence.images and (lost := int(torch.isin(prompt, torch.tensor(pads)).sum())):
+            raise ValueError(
+                f"sequence {number} of {len(sequences)}, of {len(sequence.ids)} tokens, has {lost} "
+                "pads of images, and no images came with it"
+            )
+
+
 def sharing_prompts(images: RowImages | RowPixels, places: torch.Tensor) -> RowImages | RowPixels:
     """The images of a row that has shared prompts once: `places` are those of its tokens there."""
     pads, first = np.unique(places[images.pads].numpy(), return_index=True)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridrl.config import Attention
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
+from hybridrl.engines.train.image_rows import check_images_came
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
@@ -85,16 +86,17 @@ class Replica:
         cost: SequenceCost = BY_TOKENS,
         shares_prompts: bool = False,
         tower: Tower | None = None,
+        image_pads: Sequence[int] = (),
     ) -> None:
         """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers.
 
         Micro-batches have about equal `cost`: that of a sequence by its length.
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
-        Images go through the `tower`.
+        Images go through the `tower`, and `image_pads` stand for them.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
         self.max_tokens, self.cost, self.shares_prompts = max_tokens, cost, shares_prompts
-        self._tower = tower
+        self._tower, self._image_pads = tower, image_pads
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
         self._all: Sequence[ProcessGroup | None] = (None,)
@@ -263,7 +265,11 @@ class Replica:
         counts_experts: bool = False,
         candidates: Candidates | None = None,
     ) -> list[PackedBatch]:
-        """A row for each micro-batch, of a multiple of the token shards."""
+        """A row for each micro-batch, of a multiple of the token shards.
+
+        Raises ValueError for a prompt with pads of images that did not come with it.
+        """
+        check_images_came(micros.sequences, self._image_pads)
         group, multiple = self.dims.cp_group, self.dims.token_parts
         ranks = [self._num_ranks(micros, i) for i in range(len(micros.parts))]
         # Tokens of a rank.

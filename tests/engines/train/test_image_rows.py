@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridrl.config import Attention
 from hybridrl.engines.probe import compare_gradients
+from hybridrl.engines.train.image_rows import check_images_came
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, PackedModel, pack
 from hybridrl.engines.train.replica import Replica
@@ -140,6 +141,18 @@ def test_values_of_rows_are_each_sample_alone(models: Models, family: str) -> No
 
 
 def test_exchanged_pictures_change_these_two_alone(models: Models) -> None:
+def test_a_prompt_that_lost_its_images_is_named(models: Models) -> None:
+    model, _ = models("qwen3_vl")
+    sequences, pads = samples(model), [60, 61]
+    check_images_came(sequences, pads)
+    written = replace(sequences[1], ids=torch.tensor([5] * 4 + [60]), response_tokens=1)
+    check_images_came([written], pads)  # a response is text, whatever it spells
+    sequences[2] = replace(sequences[2], images=())
+    wanted = r"^sequence 2 of 5, of 37 tokens, has 19 pads of images, and no images came with it$"
+    with pytest.raises(ValueError, match=wanted):
+        check_images_came(sequences, pads)
+
+
     model, packed = models("qwen3_vl")
     sequences = samples(model)
     exchanged = list(sequences)
