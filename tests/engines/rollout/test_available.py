@@ -17,8 +17,10 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     PretrainedConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from hybridrl.config import Config, ConfigError, ModelConfig, RolloutLayoutConfig
 from hybridrl.engines.rollout.available import (
@@ -137,6 +139,20 @@ def test_it_takes_models_of_transformers() -> None:
     for config in (Olmo2Config(), FlexOlmoConfig(), HeliumConfig()):
         assert vllm_obstacle(config) is None
         assert in_transformers_backend(config)
+
+
+def test_deep_features_belong_to_vllms_first_stage(install) -> None:
+    """Whatever the prompts are: it asserts so when it makes the model."""
+    install("vllm", "0.30.0")
+    model = Qwen3Config(num_hidden_layers=4, head_dim=64)
+    model.tower_config = Qwen3VLVisionConfig(deepstack_visual_indexes=[0, 1, 2])
+    wanted = r"^rollout.layout.pp=2: wanted a layout whose first stage has 3 layers or more, and no"
+    with pytest.raises(ConfigError, match=wanted) as caught:
+        checked(model, pp=2)
+    assert "\n" not in str(caught.value)
+    checked(model, pp=1)
+    model.num_hidden_layers = 6
+    checked(model, pp=2)
 
 
 def test_a_fused_layer_is_not_cut(install) -> None:
