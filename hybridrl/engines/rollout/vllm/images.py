@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -161,3 +162,4 @@ def _torchvision_unused() -> Iterator[None]:
     finally:
         for name in modules:
             del sys.modules[name]
+        modules[name].__spec__ = ModuleSpec(name, None)  # which `importlib.util.find_spec` reads
