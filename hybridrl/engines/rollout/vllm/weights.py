@@ -88,10 +88,15 @@ class VLLMWeights:
 
     @torch.no_grad()
     def fill_constants(self) -> None:
-        """Write the constants, which vLLM forgets while it sleeps."""
+        """Write what vLLM forgets while it sleeps, and no switch brings.
+
+        These are the constants, and the zeros of DeepStack's buffers, which every pass adds.
+        """
         for (module, kind), tensor in self._constants.items():
             held = _tensor(self._modules[module], kind).data
             held.copy_(tensor.view(held.shape))
+        for features in getattr(self.model, "deepstack_input_embeds", ()):
+            features.zero_()
 
     # Tensors that are filled, and become weights
 
