@@ -525,6 +525,9 @@ class VLLMEngine:
     def _forget_prompts(self) -> None:
         done = self._engine.reset_prefix_cache()
         assert done, "vLLM keeps cached prompts"
+        # Features of images. Its engine's own method warns of waiting requests, which have none.
+        self._core.scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
 
     # Memory
 

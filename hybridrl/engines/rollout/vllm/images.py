@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -39,12 +40,15 @@ class PromptInputs:
     """vLLM's inputs for requests of the model with this `config`.
 
     Without `embeds`, on a pipeline stage that gets hidden states, images come without features.
+    Requests that wait have theirs on the host, once for all requests of an image: vLLM moves those
+    of a step to the device.
     """
 
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, embeds: bool
     ) -> None:
         self._reader = tower_of(config, dtype, device, embeds)
+        self._items: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
     def of(self, request: Request, salt: str) -> Any:
         """The prompt of a request, whose tokens so far are all a prompt to vLLM."""
@@ -53,15 +57,20 @@ class PromptInputs:
             return tokens_input(tokens, cache_salt=salt)
         reader = self._reader()
         pads = np.flatnonzero(np.asarray(request.prompt_ids) == reader.tokens.image)
-        items, places, start = [], [], 0
+        items, hashes, places, start = [], [], [], 0
         for image in request.images:
             grid = reader.grid(image)
             size = reader.tokens.num_pads(grid)
-            items.append(_item(reader, image, torch.tensor([grid]), size))
+            digest = digest_of(image)
+            item = self._items.get(digest)
+            if item is None:
+                item = _item(reader, image, torch.tensor([grid]), size)
+                self._items[digest] = item
+            items.append(item)
+            hashes.append(digest.hex())
             places.append(PlaceholderRange(offset=int(pads[start]), length=size))
             start += size
         assert start == len(pads), "pads of the images"
-        hashes = [digest_of(image).hex() for image in request.images]
         return mm_input(
             tokens,
             MultiModalKwargsItems({_IMAGE: items}),
@@ -76,7 +85,7 @@ def _item(reader: ImageReader, image: bytes, grid: torch.Tensor, size: int) -> A
     inputs = {"image_grid_thw": grid}
     fields = {"image_grid_thw": MultiModalFieldConfig.batched(_IMAGE, keep_on_cpu=True)}
     if isinstance(reader, VisionTower):
-        inputs["image_embeds"] = reader.image_features(image).flatten(1)
+        inputs["image_embeds"] = reader.image_features(image).flatten(1).cpu()
         sizes = torch.tensor([size])
         fields["image_embeds"] = MultiModalFieldConfig.flat_from_sizes(_IMAGE, sizes)
     (item,) = MultiModalKwargsItems.from_hf_inputs(BatchFeature(inputs), fields)[_IMAGE]
@@ -156,10 +165,10 @@ def _torchvision_unused() -> Iterator[None]:
     for level in ("torchvision", "transforms", "v2", "functional"):
         name = f"{name}.{level}".lstrip(".")
         modules[name] = ModuleType(name)
+        modules[name].__spec__ = ModuleSpec(name, None)  # which `importlib.util.find_spec` reads
     sys.modules.update(modules)
     try:
         yield
     finally:
         for name in modules:
             del sys.modules[name]
-        modules[name].__spec__ = ModuleSpec(name, None)  # which `importlib.util.find_spec` reads
