@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 TOWER = "image tower"
 KEPT_FEATURES = "kept features of images"
+ENGINE_FEATURES = "features in the engine"
 READING = "images being read"
 
 
@@ -16,7 +17,7 @@ class ImageSizes:
     roles of the rank compute, and so do the features that it has `kept` of images seen lately.
     `computing` is the most that it takes for the largest image: pixels, activations, features. The
     others are features in place of embeddings: of a prefill, of a row that a role has `scored`, of
-    all rows of an update.
+    all rows of an update. vLLM has more of its own in an `engine`, whose weights are here.
 
     A tower that trains is among the weights, gradients and moments of the models. `kept` are
     generation's features, and on CPUs pixels. `trained` are features and activations of one row, or
@@ -29,6 +30,7 @@ class ImageSizes:
     prefill: int
     scored: int
     trained: int
+    engine: int = 0
 
     @property
     def features(self) -> tuple[int, int, int]:
@@ -47,4 +49,4 @@ class ImageSizes:
     def beside_cache(self, activations: int) -> int:
         """Bytes that a KV cache leaves to images, where a prefill has so many `activations`."""
         reading = self.reading(self.prefill, activations)
-        return sum(self.stays.values()) + sum(reading.values())
+        return self.engine + sum(self.stays.values()) + sum(reading.values())

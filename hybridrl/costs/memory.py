@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hybridrl.costs.generation_memory import GenerationSizes
-from hybridrl.costs.image_memory import ImageSizes
+from hybridrl.costs.image_memory import ENGINE_FEATURES, ImageSizes
 from hybridrl.costs.push_memory import ADAPTERS, LOADED, PACKED, ReceivedSizes, SentSizes
 from hybridrl.costs.train_memory import MASTER, MOMENTS, TrainSizes
 
@@ -324,6 +324,8 @@ def _planned(
             taken = sum(weights.values()) + gen.buckets + reserved_bytes(run, staying)
             left = capacity - reserved - taken
         tokens = gen.cache_tokens(left)
+        if run.images is not None and run.images.engine:
+            weights[ENGINE_FEATURES] = run.images.engine
         loaded = stays or _weights(run, {"actor"}.intersection(staying))
         phases.append(_phase("load rollout engine", loaded, weights, gen.at_start(left)))
         if run.received is None:

@@ -1,5 +1,6 @@
 """Sizes of prompts' images on a rank."""
 
+import sys
 from dataclasses import replace
 
 from transformers import PretrainedConfig
@@ -7,6 +8,7 @@ from transformers import PretrainedConfig
 from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig, Vision
 from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
+from hybridrl.engines.rollout.memory import vllm_batched_tokens
 from hybridrl.flow import Graph
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.tower_sizes import (
@@ -29,10 +31,12 @@ def image_sizes(
     inputs: LongestInputs,
     generates: bool,
     computes: bool,
+    capacity: int = sys.maxsize,
 ) -> ImageSizes | None:
     """The sizes on one of a pool's `ranks`; None for prompts, a model or an engine without images.
 
-    `generates`: the pool has rollout instances; `computes`: some role of it trains or scores.
+    `generates`: the pool has rollout instances; `computes`: some role of it trains or scores. A
+    rank's device has `capacity` bytes.
     """
     has_tower = hasattr(shape, "whole_type") and hasattr(shape, "tower_config")
     reads = config.rollout.features.reads_images and has_tower
@@ -58,8 +62,12 @@ def image_sizes(
         return samples * pads
 
     scored_row = inputs.row(config.rollout.layout, ranks).tokens
-    prefill = inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)
+    prefill, engine = _pass_tokens(config, inputs, capacity), 0
     embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
+    if generates and config.rollout.features.takes_share:
+        # Its cache of features, and what DeepStack adds in a step.
+        cached = max(prefill, config.longest_generated) * tower.features
+        engine = (cached + prefill * (tower.features - shape.hidden_size)) * rollout.itemsize
     sizes = ImageSizes(
         tower=tower.parameters * sum(dtype.itemsize for dtype in formats),
         kept=sum(kept(pads * tower.features * dtype.itemsize) for dtype in formats),
@@ -71,6 +79,7 @@ def image_sizes(
         trained=of_pad
         * len(graph.learned)  # a critic's rows have features, too
         * of_batch(config.trainer.layout, config.trainer.mini_batches),
+        engine=engine,
     )
     if config.model.vision is Vision.frozen:
         return sizes
@@ -93,6 +102,13 @@ def image_sizes(
         scored=2 * sizes.scored,
         trained=in_flight * (num_images * (image.kept + of_pad * pads) + of_pad * chosen),
     )
+
+
+def _pass_tokens(config: Config, inputs: LongestInputs, capacity: int) -> int:
+    """Tokens of a pass of the rollout engine that reads prompts."""
+    if config.rollout.features.takes_share and config.cluster.device is Device.cuda:
+        return vllm_batched_tokens(capacity, config.rollout.vllm)
+    return inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)
 
 
 def num_prompts(config: Config) -> int:

@@ -81,7 +81,8 @@ class MappingMemory:
         """Return the sizes of prompts' images on one of so many `ranks`; `home`: they generate."""
         config = self._laid_out(actor, gen, micro_batch_tokens)
         shape, inputs = self.shapes[ACTOR], LongestInputs.of(config, self.graph)
-        return image_sizes(config, self.graph, shape, ranks, inputs, home, computes=True)
+        args = config, self.graph, shape, ranks, inputs, home, True, self.capacity
+        return image_sizes(*args)
 
     def _laid_out(self, actor: TrainLayout, gen: GenLayout, micro_batch_tokens: int) -> Config:
         config = self._generating(self._with_rows(micro_batch_tokens), gen)

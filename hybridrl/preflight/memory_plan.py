@@ -189,7 +189,9 @@ def _pool_sizes(
         together=roles_together(config, graph, pool) if config.trainer.fuses else (),
         sent=sent,
         received=received,
-        images=image_sizes(config, graph, shape, ranks, inputs, generation is not None, computes),
+        images=image_sizes(
+            config, graph, shape, ranks, inputs, generation is not None, computes, capacity
+        ),
         kept_ids=kept_id_sizes(config, graph, shape, ranks),
     )
 

@@ -485,6 +485,22 @@ def test_a_cache_leaves_room_for_images() -> None:
     assert prefill.total <= CAPACITY
 
 
+def test_a_cache_leaves_room_for_features_in_the_engine() -> None:
+    """They count once, with the weights that they are beside."""
+    own = replace(WITH_IMAGES, images=replace(IMAGES, engine=500))
+    assert reserved_bytes(own, ()) == reserved_bytes(WITH_IMAGES, ()) + 500
+    sizes = {phase.name: phase.sizes for phase in plan_memory(own, "cuda", CAPACITY, 0).phases}
+    assert sizes["prefill"]["features in the engine"] == 500
+    assert sizes["decode"]["features in the engine"] == 500
+    assert "features in the engine" not in sizes["train actor"]
+    run = replace(RUN, generation=replace(RUN.generation, most=10**9))
+    counts = [
+        plan_memory(replace(run, images=images), "cuda", CAPACITY, 0).cache_tokens or 0
+        for images in (IMAGES, own.images)
+    ]
+    assert counts[0] - counts[1] == pytest.approx(500 / (10 + 5), abs=1)
+
+
 def test_a_pool_that_generates_alone_has_a_tower() -> None:
     received = ReceivedSizes(arrays=0)
     run = replace(WITH_IMAGES, trained={}, scoring={}, received=received)

@@ -95,6 +95,11 @@ def test_images_and_kept_ids_too(settings: tuple[str, ...]) -> None:
     _check_phases(_config("tiny_vision", 4, [*recipe, *settings]))
 
 
+@pytest.mark.parametrize("settings", [("rollout=vllm",)])
+def test_images_of_vllm_and_of_critics_too(settings: tuple[str, ...]) -> None:
+    _check_phases(_config("tiny_vision", 4, ["recipe=ppo", *settings]))
+
+
 def _check_phases(config: Config) -> None:
     graph, room = build_recipe(config.recipe), memory_plan.gpu_room(80 * GIB)
     shape = model_shape(config.model)

@@ -14,6 +14,7 @@ from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.truncated import kept_rows
 from hybridrl.models.image_text import meta_tower
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shape import model_shape
 from hybridrl.models.tower_sizes import tower_activations, tower_sizes
 from hybridrl.preflight import fused_updates
@@ -106,6 +107,23 @@ def test_a_pipeline_has_features_of_the_rows_that_it_has_begun() -> None:
         sizes.append(image_sizes(config, graph, shape, 2 * pp, inputs, True, True))
     one, two = (own.trained for own in sizes if own is not None)
     assert two == 2 * one
+
+
+def test_vllm_has_features_of_its_own() -> None:
+    """Its cache, of a step's tokens or a sample, and DeepStack's of a step, on a GPU."""
+    config = config_of("experiment=shapes_tiny", "rollout=vllm")
+    config.cluster.device = Device.cuda
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    inputs = LongestInputs.of(config, graph, 32)
+    for capacity, step in ((80 * 2**30, 16384), (24 * 2**30, 8192)):
+        sizes = image_sizes(config, graph, shape, 2, inputs, True, True, capacity)
+        assert sizes is not None
+        itemsize = TORCH_DTYPES[config.rollout.dtype].itemsize
+        assert sizes.engine == step * (2 * 192 + 192) * itemsize
+        assert sizes.prefill == step * (2 * 192 + 192) * itemsize
+    alone = image_sizes(config, graph, shape, 2, inputs, False, True, 80 * 2**30)
+    assert alone is not None
+    assert alone.engine == 0
 
 
 def test_features_that_are_kept_have_a_limit() -> None:
