@@ -1,11 +1,19 @@
 """Sizes of prompts' images on a rank."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig, Vision
+from hybridrl.config import (
+    VALUE_MODELS,
+    Config,
+    Device,
+    RolloutLayoutConfig,
+    TrainLayoutConfig,
+    Vision,
+)
 from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
 from hybridrl.engines.rollout.memory import vllm_batched_tokens
@@ -32,11 +40,13 @@ def image_sizes(
     generates: bool,
     computes: bool,
     capacity: int = sys.maxsize,
+    layouts: Sequence[TrainLayoutConfig] | None = None,
 ) -> ImageSizes | None:
     """The sizes on one of a pool's `ranks`; None for prompts, a model or an engine without images.
 
     `generates`: the pool has rollout instances; `computes`: some role of it trains or scores. A
-    rank's device has `capacity` bytes.
+    rank's device has `capacity` bytes. `layouts` are those of the roles that train; None: the
+    config's.
     """
     has_tower = hasattr(shape, "whole_type") and hasattr(shape, "tower_config")
     reads = config.rollout.features.reads_images and has_tower
@@ -62,6 +72,10 @@ def image_sizes(
         return samples * pads
 
     scored_row = inputs.row(config.rollout.layout, ranks).tokens
+    if layouts is None:
+        models = [role for role in graph.learned if role in VALUE_MODELS]
+        layouts = [config.value_model_of(role).layout for role in models]
+        layouts += [config.trainer.layout] * (len(graph.learned) - len(models))
     prefill, engine = _pass_tokens(config, inputs, capacity), 0
     embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
     if generates and config.rollout.features.takes_share:
@@ -76,9 +90,8 @@ def image_sizes(
         ),
         prefill=(prefill * tower.features + embedded) * rollout.itemsize,
         scored=of_pad * min(of_batch(config.rollout.layout, 1), scored_row),
-        trained=of_pad
-        * len(graph.learned)  # a critic's rows have features, too
-        * of_batch(config.trainer.layout, config.trainer.mini_batches),
+        # A critic's rows have features, too.
+        trained=of_pad * sum(of_batch(own, config.trainer.mini_batches) for own in layouts),
         engine=engine,
     )
     if config.model.vision is Vision.frozen:

@@ -76,13 +76,23 @@ class MappingMemory:
         return scorer_sizes(config, self.shapes[role.name], role.value_head, row, range(gen.pp))
 
     def _image_sizes(
-        self, actor: TrainLayout, gen: GenLayout, micro_batch_tokens: int, ranks: int, home: bool
+        self,
+        actor: TrainLayout,
+        gen: GenLayout,
+        micro_batch_tokens: int,
+        ranks: int,
+        home: bool,
+        trained: tuple[TrainLayout, ...],
     ) -> ImageSizes | None:
-        """Return the sizes of prompts' images on one of so many `ranks`; `home`: they generate."""
+        """Return the sizes of prompts' images on one of so many `ranks`; `home`: they generate.
+
+        `trained` are the layouts of all roles that train.
+        """
         config = self._laid_out(actor, gen, micro_batch_tokens)
         shape, inputs = self.shapes[ACTOR], LongestInputs.of(config, self.graph)
+        layouts = list(map(train_config, trained))
         args = config, self.graph, shape, ranks, inputs, home, True, self.capacity
-        return image_sizes(*args)
+        return image_sizes(*args, layouts)
 
     def _laid_out(self, actor: TrainLayout, gen: GenLayout, micro_batch_tokens: int) -> Config:
         config = self._generating(self._with_rows(micro_batch_tokens), gen)
@@ -136,7 +146,7 @@ class MappingMemory:
                 if name in VALUE_MODELS and not self.config.value_model_of(name).path
             },
             together=(tuple(trained),) if mapping.fuses and len(trained) > 1 else (),
-            images=self.image_sizes(*layouts, ranks, home),
+            images=self.image_sizes(*layouts, ranks, home, tuple(mapping.train.values())),
             kept_ids=kept_id_sizes(config, self.graph, self.shapes[ACTOR], ranks),
         )
         device = self.config.cluster.device.value

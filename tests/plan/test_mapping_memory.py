@@ -95,8 +95,9 @@ def test_images_and_kept_ids_too(settings: tuple[str, ...]) -> None:
     _check_phases(_config("tiny_vision", 4, [*recipe, *settings]))
 
 
-@pytest.mark.parametrize("settings", [("rollout=vllm",)])
+@pytest.mark.parametrize("settings", [("rollout=vllm",), ("roles.critic.layout.pp=2",)])
 def test_images_of_vllm_and_of_critics_too(settings: tuple[str, ...]) -> None:
+    """A critic's rows are those of its own layout."""
     _check_phases(_config("tiny_vision", 4, ["recipe=ppo", *settings]))
 
 

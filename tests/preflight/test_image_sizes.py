@@ -109,6 +109,22 @@ def test_a_pipeline_has_features_of_the_rows_that_it_has_begun() -> None:
     assert two == 2 * one
 
 
+def test_a_critic_has_rows_of_its_own_layout() -> None:
+    """On four ranks: one of two replicas has about twice the samples of one of four."""
+    settings = "experiment=shapes_tiny", "recipe=ppo", "trainer.share_prompts=never"
+    trained = []
+    for pp in (1, 2):
+        config = config_of(*settings, "trainer.prompts_per_step=16", f"roles.critic.layout.pp={pp}")
+        graph, shape = build_recipe(config.recipe), model_shape(config.model)
+        inputs = LongestInputs.of(config, graph, 32)
+        sizes = image_sizes(config, graph, shape, 4, inputs, True, True)
+        assert sizes is not None
+        trained.append(sizes.trained)
+    of_sample = 32 * 2 * 192 * 4
+    samples = 16 * graph.group_size // config.trainer.mini_batches
+    assert trained[1] - trained[0] == (samples // 2 - samples // 4) * of_sample
+
+
 def test_vllm_has_features_of_its_own() -> None:
     """Its cache, of a step's tokens or a sample, and DeepStack's of a step, on a GPU."""
     config = config_of("experiment=shapes_tiny", "rollout=vllm")
