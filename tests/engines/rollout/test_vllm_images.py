@@ -96,7 +96,7 @@ def lives(
         engine.step()
     parked = engine.park([request.id for request in asked])
     assert {len(request.response_ids) for request in parked} == {4}
-    assert engine._worker.model_runner.encoder_cache
+    assert engine._worker.model_runner.encoder_cache or pp > 1  # a last stage has none
     engine._forget_prompts()  # all tokens of prompt and response are computed again
     assert not engine._worker.model_runner.encoder_cache
     results["parked"] = finish(engine, parked)
