@@ -26,19 +26,20 @@ def crossing_warnings(
     decoding = [group for block in instances for group in _pieces(block, gen.tp)]
     joined = [group for block in wide for group in _pieces(block, len(block) // gen.pp)]
     ep, cp = expert_mesh(axes).lines("ep"), context_mesh(axes, train.cp).lines("cp")
-    order = "rollout.layout.grouping=auto or " * (gen.grouping is not Grouping.auto)
-    near = "trainer.layout.ep_grouping=vanilla or " * (not axes.ep_near)
+    order = "rollout.layout.grouping=auto and " * (gen.grouping is not Grouping.auto)
+    near = "trainer.layout.ep_grouping=vanilla and " * (not axes.ep_near)
+    with_tp = " x tp" * (train.tp > 1)  # neighbours along cp are tp ranks apart
     lines = []
     for setting, kind, groups, instead in (
         (f"trainer.layout.tp={train.tp}", "tensor", _pieces(ranks, train.tp),
-         "a smaller trainer.layout.tp"),
+         "a trainer.layout.tp that divides a node's ranks"),
         (f"rollout.layout.tp={gen.tp}", "tensor", decoding,
-         f"{order}a smaller rollout.layout.tp"),
+         f"{order}a rollout.layout.tp that divides a node's ranks"),
         (f"rollout.tail_tp={tail_tp}", "tensor", joined, "rollout.tail_tp=off"),
         (f"trainer.layout.ep={axes.ep}", "expert", _ranked(ep, ranks),
-         f"{near}a smaller trainer.layout.ep"),
+         f"{near}a trainer.layout.ep that divides a node's ranks"),
         (f"trainer.layout.cp={train.cp}", "context", _ranked(cp, ranks),
-         "a smaller trainer.layout.cp"),
+         f"a trainer.layout.cp{with_tp} that divides a node's ranks"),
     ):  # fmt: skip
         across = [group for group in groups if len({node_of[rank] for rank in group}) > 1]
         if across:

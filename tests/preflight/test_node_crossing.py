@@ -22,13 +22,13 @@ from hybridrl.preflight.node_crossing import crossing_warnings
     [
         (2, 2, "aabb", []),
         (4, 2, "aabb", [("trainer.layout.tp=4: ranks 0, 1, 2, 3 are on several nodes, as 1 of 1",
-                         "a smaller trainer.layout.tp avoids it")]),
+                         "a trainer.layout.tp that divides a node's ranks avoids it")]),
         (2, 2, "abcd", [("trainer.layout.tp=2: ranks 0, 1",
-                         "a smaller trainer.layout.tp avoids it"),
+                         "a trainer.layout.tp that divides a node's ranks avoids it"),
                         ("rollout.layout.tp=2: ranks 0, 1",
-                         "a smaller rollout.layout.tp avoids it")]),
+                         "a rollout.layout.tp that divides a node's ranks avoids it")]),
         (1, 4, "aabb", [("rollout.layout.tp=4: ranks 0, 1, 2, 3",
-                         "a smaller rollout.layout.tp avoids it")]),
+                         "a rollout.layout.tp that divides a node's ranks avoids it")]),
         (1, 1, "abcd", []),
     ],
 )  # fmt: skip
@@ -51,7 +51,9 @@ def test_an_order_by_name_that_crosses_nodes() -> None:
     config = Config(cluster=ClusterConfig(ranks=4), rollout=RolloutConfig(layout=layout))
     (line,) = crossing_warnings(config, "aabb", range(4), [[0, 2], [1, 3]])
     assert line.startswith("rollout.layout.tp=2: ranks 0, 2 are on several nodes, as 2 of 2")
-    assert line.endswith("rollout.layout.grouping=auto or a smaller rollout.layout.tp avoids it")
+    assert line.endswith(
+        "rollout.layout.grouping=auto and a rollout.layout.tp that divides a node's ranks avoids it"
+    )
 
 
 def test_a_wide_tail_across_nodes() -> None:
@@ -67,20 +69,23 @@ def test_a_wide_tail_across_nodes() -> None:
     assert line.startswith("rollout.tail_tp=4: ranks 1, 3, 5, 7 are on several nodes, as 1 of 2")
 
 
+NEAR = "trainer.layout.ep_grouping=vanilla and a trainer.layout.ep that"
+
+
 @pytest.mark.parametrize(
     ("layout", "nodes", "keys"),
     [
         # Experts are the slower part of fsdp's numbering: ep 2 joins ranks 0 and 2.
         (TrainLayoutConfig(ep=2), "aabb", [("trainer.layout.ep=2: ranks 0, 2 are on several nodes",
-                                            "a smaller trainer.layout.ep")]),
+                                            NEAR)]),
         (TrainLayoutConfig(ep=2), "abab", []),
         (TrainLayoutConfig(ep=2, ep_grouping=Grouping.vanilla), "aabb", []),
         (TrainLayoutConfig(tp=2, ep=2), "aabb", []),
         (TrainLayoutConfig(cp=2), "aabb", []),
         (TrainLayoutConfig(cp=2), "abab", [("trainer.layout.cp=2: ranks 0, 1 are on several nodes",
-                                            "a smaller trainer.layout.cp")]),
+                                            "a trainer.layout.cp that")]),
         (TrainLayoutConfig(ep=4), "aabb", [("trainer.layout.ep=4: ranks 0, 1, 2, 3 are on several",
-                                            "a smaller trainer.layout.ep")]),
+                                            NEAR)]),
     ],
 )  # fmt: skip
 def test_ep_and_cp_across_nodes(
@@ -92,7 +97,33 @@ def test_ep_and_cp_across_nodes(
     for line, (begins, instead) in zip(lines, keys, strict=True):
         assert line.startswith(begins)
         assert "every layer's all-to-alls cross the network" in line
-        assert line.endswith(f"{instead} avoids it")
+        assert line.endswith(f"{instead} divides a node's ranks avoids it")
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "advised"),
+    [
+        ({"ep": 4}, "aabb", {"ep": 2, "ep_grouping": Grouping.vanilla}),
+        ({"ep": 8}, "aaaabbbb", {"ep": 4, "ep_grouping": Grouping.vanilla}),
+        ({"tp": 6}, "aaaabbbbcccc", {"tp": 2}),
+        ({"cp": 4, "tp": 2}, "aaaabbbb", {"cp": 2, "tp": 2}),
+    ],
+)
+def test_what_is_advised_avoids_it(
+    layout: dict[str, Any], nodes: str, advised: dict[str, Any]
+) -> None:
+    """All of it: neither a smaller ep nor another order is enough, nor is any smaller tp."""
+    number = len(nodes)
+
+    def lines(**settings: Any) -> list[str]:
+        train = TrainLayoutConfig(**settings)
+        config = Config(cluster=ClusterConfig(ranks=number), trainer=TrainerConfig(layout=train))
+        config.resolve_device(number, "this test")
+        return crossing_warnings(config, nodes, range(number), [[rank] for rank in range(number)])
+
+    (line,) = lines(**layout)
+    assert "that divides a node's ranks avoids it" in line
+    assert lines(**advised) == []
 
 
 @pytest.mark.parametrize(
