@@ -31,7 +31,7 @@ FLAGS = ("--price",)
 
 def auto_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Options by name, and the other arguments. Raises ConfigError."""
-    options, rest = read_options(args, _NUMBERS, _TEXTS)
+    options, rest = read_options("auto", args, _NUMBERS, _TEXTS)
     if wrong := next((arg for arg in rest if arg.startswith("-") and arg not in FLAGS), None):
         known = ", ".join([*map(option_name, (*_NUMBERS, *_TEXTS)), *FLAGS])
         raise ConfigError("option", wrong, f"key=value, or one of {known}")

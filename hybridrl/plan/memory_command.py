@@ -83,7 +83,7 @@ def run(args: list[str]) -> "LayoutPlan | RunPlan":
     if what not in ("layout", "memory"):
         raise ConfigError("plan", what, "auto, layout, memory or schedule, then its options")
     compose.register()
-    options, rest = read_options(args[1:], {"gpus_per_node": 1, "gpu_gib": 1.0})
+    options, rest = read_options(what, args[1:], {"gpus_per_node": 1, "gpu_gib": 1.0})
     gpus_per_node = options.get("gpus_per_node") or local_gpus() or _USUAL_GPUS
     gpu_gib = options.get("gpu_gib", 0)
     if wrong := next((arg for arg in rest if arg.startswith("-")), None):

@@ -1,34 +1,43 @@
 """Options of `hybridrl plan`: how they are written, and their numbers."""
 
-import argparse
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridrl.config import ConfigError
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Argparse's own error is several lines."""
-        raise ConfigError("option", message, "--name=value, as hybridrl plan --help lists it")
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+"""How an override begins. Values such as `gpu:model=8b` have a colon before the first `=`."""
 
 
 def read_options(
+    what: str,
     args: Sequence[str],
     numbers: Mapping[str, float],
     texts: Sequence[str] = (),
     below: int = 2**20,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The options that are there by name, and the other arguments.
+    """The options of `hybridrl plan WHAT` that are there by name, and the other arguments.
 
-    `numbers` has the least value of each option that is a number, a whole one where that is an
-    int; all are `below` the last one. Raises ConfigError.
+    An option is `--name=value` or `--name value`. `numbers` has the least value of each option that
+    is a number, a whole one where that is an int; all are `below` the last one. Raises ConfigError,
+    also for an option with an option or an override in place of its value.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in (*texts, *numbers):
-        parser.add_argument(option_name(name))
-    known, rest = parser.parse_known_args(list(args))
-    options: dict[str, Any] = {n: text for n, text in vars(known).items() if text is not None}
+    names = {option_name(name): name for name in (*texts, *numbers)}
+    options: dict[str, Any] = {}
+    rest = []
+    left = iter(args)
+    for arg in left:
+        option, equals, text = arg.partition("=")
+        if option not in names:
+            rest.append(arg)
+            continue
+        if not equals:
+            text = next(left, "")
+            if not text or text.startswith("-") or _OVERRIDE.match(text):
+                allowed = f"{option}=VALUE, as hybridrl plan {what} --help lists it"
+                raise ConfigError(option, text, allowed)
+        options[names[option]] = text
     for name in options.keys() & numbers.keys():
         options[name] = read_number(option_name(name), options[name], numbers[name], below)
     return options, rest

@@ -99,7 +99,7 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
 
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     """The setting of the arguments, and measurements of the run they name. Raises `ConfigError`."""
-    options, unknown = read_options(args, _NUMBERS, _TEXTS, below=2**31)
+    options, unknown = read_options("schedule", args, _NUMBERS, _TEXTS, below=2**31)
     if unknown:
         allowed = ", ".join(map(option_name, (*_TEXTS, *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")

@@ -268,6 +268,7 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=1", "--gpu=tpu"), "--gpu", "h100, h800"),
         ((*TINY,), "--nodes", "how many nodes"),
         ((*TINY, "--nodes=0"), "--nodes", "1 or more"),
+        (("--nodes=1", "--lengths", "recipe=ppo"), "--lengths", "--lengths=VALUE"),
         ((*TINY, "--nodes=1", "--gpus=8"), "option", "--gpus-per-node"),
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
         (

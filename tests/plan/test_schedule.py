@@ -857,7 +857,8 @@ def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
         ("--lengths=lmsys --steps=x", "--steps=x: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --instances=0", "--instances=0: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --verifier-s=-1", "--verifier-s=-1: wanted a number, 0 or more"),
-        ("--lengths=lmsys --steps", "option=argument --steps: expected one argument"),
+        ("--lengths=lmsys --steps", "--steps=: wanted --steps=VALUE, as hybridrl plan schedule --"),
+        ("--lengths --steps=3", "--lengths=--steps=3: wanted --lengths=VALUE, as hybridrl plan s"),
         (
             "--lengths=lmsys --over-provision=9",
             "--over-provision=9.0: wanted 1 to 1 + --max-staleness",
