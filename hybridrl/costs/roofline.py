@@ -103,6 +103,10 @@ class Roofline:
         numbers = {"gpus": str(gpus), "total": str(total), "train_times": "1"}
         numbers = {key: settings.pop(key, default) for key, default in numbers.items()}
         known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
+        if gone := settings.keys() & {"pp", "critic_pp", "tp", "mini_batches"}:
+            named = ", ".join(sorted(gone))
+            moved = f"no {named}: hybridrl plan auto --price has updates of a layout ({allowed})"
+            raise ConfigError("--costs", text, moved)
         if not known or settings or not all(n.isdecimal() and int(n) for n in numbers.values()):
             raise ConfigError("--costs", text, allowed)
         sizes = {key: int(number) for key, number in numbers.items()}

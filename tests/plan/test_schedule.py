@@ -788,6 +788,11 @@ def test_wrong_rooflines_are_refused(wrong: str) -> None:
         Roofline.of(wrong)
 
 
+def test_what_a_roofline_had_is_told_where_it_went() -> None:
+    with pytest.raises(ConfigError, match=r"wanted no pp, tp: hybridrl plan auto --price has"):
+        Roofline.of("gpu:model=13b,tp=2,pp=2")
+
+
 # -- the command -----------------------------------------------------------------------------
 
 
