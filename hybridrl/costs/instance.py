@@ -233,8 +233,6 @@ class Costs:
     def from_json(cls, values: Mapping[str, Any]) -> "Costs":
         """Raises `ValueError` on a name that is unknown or a number below 0."""
         known = {f.name for f in fields(cls)}
-        if isinstance(values, Mapping):  # files of earlier versions have a cost more
-            values = {name: x for name, x in values.items() if name != "fused_train_token_s"}
         if not isinstance(values, Mapping) or not {"step_s"} <= set(values) <= known:
             got = sorted(values) if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(f"costs: got {got}, wanted step_s and any of {sorted(known)}")

@@ -246,7 +246,7 @@ def read_costs(path: Path) -> dict[str, Any]:
         if not isinstance(record, dict):
             raise ValueError("not an object")
         facts = record if "costs" in record else {"costs": record}
-        costs = Costs.from_json(facts["costs"])
+        costs = Costs.from_json(_of_this_version(facts["costs"], file.name == "costs.json"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         allowed = f"a run's directory with costs.json, or FILE.json with costs ({reason})"
@@ -262,6 +262,13 @@ def read_costs(path: Path) -> dict[str, Any]:
         raise ConfigError("--costs", str(path), allowed) from None
     known = {name: facts[name] for name in checks if name in facts}
     return {"costs": costs, "scopes": scopes, **known}
+
+
+def _of_this_version(costs: Any, of_run: bool) -> Any:
+    """Without the cost that runs of earlier versions wrote, 0 where they had not measured it."""
+    if isinstance(costs, dict) and (of_run or costs.get("fused_train_token_s") == 0):
+        return {name: cost for name, cost in costs.items() if name != "fused_train_token_s"}
+    return costs
 
 
 def _is_count(value: Any) -> bool:

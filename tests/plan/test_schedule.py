@@ -701,6 +701,19 @@ def test_costs_of_a_run(tmp_path: Path) -> None:
     assert read_costs(tmp_path / "plain.json") == {"costs": COSTS, "scopes": {}}
 
 
+def test_a_cost_of_earlier_versions_is_left_out_of_runs_alone(tmp_path: Path) -> None:
+    """In a file that was written by hand it would say something, so it is refused there."""
+    earlier = {"step_s": 1.0, "fused_train_token_s": 0.5}
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": earlier}))
+    assert read_costs(tmp_path)["costs"] == Costs(step_s=1.0)
+    by_hand = tmp_path / "by_hand.json"
+    by_hand.write_text(json.dumps(earlier | {"fused_train_token_s": 0}))
+    assert read_costs(by_hand)["costs"] == Costs(step_s=1.0)
+    by_hand.write_text(json.dumps(earlier))
+    with pytest.raises(ConfigError, match=r"^--costs=.*fused_train_token_s.*wanted step_s and any"):
+        read_costs(by_hand)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
