@@ -7,7 +7,7 @@ other role runs in the other direction, as in runs (`engines.train.fused_update`
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.costs.mapping import PlannedRole, SampleTotals, TrainLayout
@@ -123,15 +123,8 @@ def updates_s(
     Several share a plan (`can_share_a_plan`), the k-th mini-batch of one with the k-th of the
     others; what is left over is trained alone. A role may have its own numbers of both.
     """
-    number = len(samples)
-    steps = [_steps(role, number, mini_batches, epochs) for role in roles]
     seconds = 0.0
-    for bounds, times in Counter(itertools.zip_longest(*steps, fillvalue=(0, 0))).items():
-        batches = {
-            role: samples[start:stop]
-            for role, (start, stop) in zip(roles, bounds, strict=True)
-            if start < stop
-        }
+    for batches, times in joint_steps(roles, samples, mini_batches, epochs):
         if len(batches) > 1:
             own = {role.name: batch for role, batch in batches.items()}
             seconds += times * shared_update_s(costs, [*batches], layouts, ranks, (), own)
@@ -141,6 +134,23 @@ def updates_s(
         layout = layouts[role.name]
         seconds += costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
     return seconds
+
+
+def joint_steps(
+    roles: Sequence[PlannedRole], samples: SampleLengths, mini_batches: int, epochs: int
+) -> Iterator[tuple[dict[PlannedRole, SampleLengths], int]]:
+    """The samples of each role's k-th optimizer step, for every k, and how often these occur.
+
+    Roles without a k-th step are left out.
+    """
+    steps = [_steps(role, len(samples), mini_batches, epochs) for role in roles]
+    for bounds, times in Counter(itertools.zip_longest(*steps, fillvalue=(0, 0))).items():
+        batches = {
+            role: samples[start:stop]
+            for role, (start, stop) in zip(roles, bounds, strict=True)
+            if start < stop
+        }
+        yield batches, times
 
 
 def _steps(

@@ -16,11 +16,10 @@ from hybridrl.config import (
     LoraConfig,
     TrainLayoutConfig,
 )
-from hybridrl.costs.devices import ACCELERATORS
-from hybridrl.costs.fused_plans import shared_problem
+from hybridrl.costs.devices import ACCELERATORS, device_of
+from hybridrl.costs.fused_plans import joint_steps, shared_problem
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
-    ACTOR,
     PlannedRole,
     SampleLength,
     SampleTotals,
@@ -28,7 +27,6 @@ from hybridrl.costs.mapping import (
     cluster_of,
 )
 from hybridrl.costs.model import CostModel, even_rows
-from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow import Graph
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import evaluate, lower_bound
@@ -110,12 +108,21 @@ def _reason_against(
     pads: int | None,
 ) -> str | None:
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
+    from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
     from hybridrl.preflight.memory_inputs import LongestInputs
 
-    try:
-        gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
+    shapes = role_shapes(config, graph, shape)
+    try:  # the sizes of a model may have names of their own, or differ between layers
+        planned = [
+            (
+                pool,
+                planned_roles(config, graph, {role: shapes[role] for role in shapes if role in r}),
+            )
+            for pool, r in together
+        ]
     except ValueError as error:
         return f"the gain is not known: {error}"
+    gain = max(predicted_gain(config, graph, pool, roles) for pool, roles in planned)
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
     if gpu_memory is None and (reason := unknown_room(config)):
@@ -130,36 +137,46 @@ def _reason_against(
     return None if plan.fits else plan.verdict()
 
 
-def predicted_gain(
-    config: Config, graph: Graph, pool: str, roles: Sequence[str], shape: "PretrainedConfig"
-) -> float:
+def predicted_gain(config: Config, graph: Graph, pool: str, roles: Sequence[PlannedRole]) -> float:
     """The share of separate updates' time that one plan saves at best (`lower_bound`).
 
-    All samples are as long as can be. Steps, and what is gathered once an update, are left out.
-    Raises ValueError for a model whose sizes are not known.
+    All samples are as long as can be. What is once a step or an update is left out.
     """
-    trainer, number = config.trainer, config.trainer.prompts_per_step
-    planned = [
-        PlannedRole(
-            name=role,
-            shape=ModelShape.of_config(_shape_of(config, role, shape).to_dict()),
-            trained=True,
-            value_head=role != ACTOR,
-        )
-        for role in sorted(roles, key=lambda role: role != ACTOR)
-    ]
-    layouts = {role: TrainLayout.of(_settings(config, role)[0], trainer) for role in roles}
-    device = ACCELERATORS["cpu" if config.cluster.device is Device.cpu else "h100"]
-    ranks = range(config.ranks_of(pool))
+    trainer, cluster = config.trainer, config.cluster
+    layouts = {
+        role.name: TrainLayout.of(_settings(config, role.name)[0], trainer) for role in roles
+    }
+    ranks, device = cluster.pool_ranks[pool], ACCELERATORS[_device_of_ranks(config)]
     layers = LayerCosts.of(device, config.model.compute_dtype.itemsize)
-    costs = CostModel(layers, cluster_of(device, 1, len(ranks)))
+    costs = CostModel(layers, cluster_of(device, cluster.nodes, cluster.ranks_per_node))
     longest = SampleLength(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
-    samples = [longest] * max(1, number * graph.group_size // trainer.mini_batches)
-    separate = 0.0
-    for role in planned:
-        rows = even_rows(layouts[role.name], SampleTotals.of(samples))
-        separate += evaluate(*costs.pipeline(role, layouts[role.name], ranks, rows)).seconds
-    return 1 - lower_bound(shared_problem(costs, planned, layouts, ranks, samples)) / separate
+    samples = [longest] * (trainer.prompts_per_step * graph.group_size)
+    separate = together = 0.0
+    for batches, times in joint_steps(roles, samples, trainer.mini_batches, trainer.epochs):
+        alone = 0.0
+        for role, batch in batches.items():
+            layout = layouts[role.name]
+            rows = even_rows(layout, SampleTotals.of(batch))
+            alone += evaluate(*costs.pipeline(role, layout, ranks, rows)).seconds
+        separate += times * alone
+        own = {role.name: batch for role, batch in batches.items()}
+        together += times * (
+            lower_bound(shared_problem(costs, [*batches], layouts, ranks, (), own=own))
+            if len(batches) > 1
+            else alone
+        )
+    return 1 - together / separate
+
+
+def _device_of_ranks(config: Config) -> str:
+    """The datasheet of ranks on nodes like this one; of a GPU that is not known, the usual one."""
+    from hybridrl.system.devices import local_gpus
+
+    if config.cluster.device is Device.cpu:
+        return device_of("")
+    import torch
+
+    return device_of(torch.cuda.get_device_name(0) if local_gpus() else "unknown")
 
 
 def _settings(config: Config, role: str) -> tuple[TrainLayoutConfig, str, LoraConfig]:

@@ -1,6 +1,7 @@
 """Whether updates are one plan, decided before a run; and runs whose updates are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +12,18 @@ from safetensors.torch import load_file
 
 from hybridrl.config import Config, ConfigError, Device, FuseUpdates
 from hybridrl.config.compose import check, register
+from hybridrl.costs import fused_plans
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.layers import LayerCosts
+from hybridrl.costs.mapping import PlannedRole, SampleLength, TrainLayout, cluster_of
+from hybridrl.costs.mapping_overrides import mapping_of
+from hybridrl.costs.model import CostModel
+from hybridrl.flow import Graph
 from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight import fused_updates
 from hybridrl.preflight.fused_updates import decide_fused_updates, predicted_gain
+from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
 from hybridrl.preflight.memory_plan import Room, gpu_room, plan_run
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.preflight.roles_together import roles_together
@@ -76,8 +85,58 @@ def test_the_gain_is_the_pipelines_idle_time(decide: Callable[..., Any], model: 
         samples = config.trainer.prompts_per_step * config.recipe["num_samples"]
         config.trainer.max_tokens_per_micro_batch = -(-samples * config.longest_sample // rows)
         config.rollout.max_new_tokens, config.data.max_prompt_tokens = 1, config.longest_sample - 1
-        gain = predicted_gain(config, graph, "actor", ("critic", "actor"), load_config(model))
+        gain = predicted_gain(config, graph, "actor", _trained(config, graph, model))
         assert gain == pytest.approx(1 / (rows + 1), rel=0.1)
+
+
+def _trained(config: Config, graph: Graph, model: str) -> list[PlannedRole]:
+    shapes = role_shapes(config, graph, load_config(model))
+    return [role for role in planned_roles(config, graph, shapes) if role.trained]
+
+
+@pytest.mark.parametrize(
+    ("own", "mini_batches"),
+    [
+        (["roles.critic.layout.pp=1"], None),
+        (["roles.critic.lora.rank=2"], None),
+        ([], 2),
+    ],
+)
+def test_the_gain_knows_each_role(
+    decide: Callable[..., Any],
+    model: str,
+    own: list[str],
+    mini_batches: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its layout, adapters and mini-batches count, as in the planner's seconds of whole updates."""
+    monkeypatch.setattr(fused_plans, "OVER_BOUND", 1)
+    device = ACCELERATORS["h100"]
+    costs = CostModel(LayerCosts.of(device, 4), cluster_of(device, 1, 2))
+    gains = []
+    for more, number in (([], None), (own, mini_batches)):
+        config, graph = decide(*PIPELINE, "trainer.prompts_per_step=4", *more)
+        actor, critic = _trained(config, graph, model)
+        roles = [actor, replace(critic, mini_batches=number)]
+        layouts = mapping_of(config, roles).train
+        longest = SampleLength(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        samples = [longest] * 4 * graph.group_size
+
+        def seconds(*roles: PlannedRole) -> float:
+            return fused_plans.updates_s(costs, roles, layouts, range(2), samples)  # noqa: B023
+
+        once = sum(_once(costs, role, layouts[role.name]) for role in roles)
+        separate = sum(map(seconds, roles))
+        gains.append((separate - seconds(*roles)) / (separate - once))
+        gain = predicted_gain(config, graph, "actor", roles)
+        assert gain == pytest.approx(gains[-1], rel=1e-6)
+    assert gains[0] != pytest.approx(gains[1], rel=1e-3)
+
+
+def _once(costs: CostModel, role: PlannedRole, layout: TrainLayout) -> float:
+    """Seconds of a role's steps, and of its way onto the device and off."""
+    steps = (role.mini_batches or 1) * costs.step_s(role, layout, range(2))
+    return steps + costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
 
 
 def test_both_roles_have_to_fit(
