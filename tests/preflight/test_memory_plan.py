@@ -590,6 +590,55 @@ def test_advice_leaves_out_what_is_set() -> None:
     assert "rollout.dtype=bfloat16" in _advice("switch", "generation weights", **wide)
 
 
+@pytest.mark.parametrize(
+    ("settings", "long"),
+    [
+        ({"trainer__chunk_tokens": 64}, "; a larger trainer.layout.cp, for long samples"),
+        ({"trainer__layout__cp": 4}, "; trainer.chunk_tokens, for long samples"),
+        ({"trainer__layout__fsdp": 1}, "; trainer.chunk_tokens, for long samples"),
+        ({"trainer__layout__cp": 4, "trainer__chunk_tokens": 64}, ""),
+        (
+            {"trainer__layout__pp": 2, "trainer__layout__schedule": PipelineSchedule.zero_bubble},
+            "; a larger trainer.layout.cp, for long samples",
+        ),
+        (
+            {"actor__lora__rank": 2, "actor__lora__dropout": 0.1},
+            "; a larger trainer.layout.cp, for long samples",
+        ),
+    ],
+)
+def test_advice_for_long_samples_is_what_a_run_may_have(
+    settings: dict[str, object], long: str
+) -> None:
+    offloading = {"trainer__activations": ActivationMode.offload}
+    assert _advice("train actor", "activations", **offloading, **settings) == ROWS + long
+    keys = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+    cp = "; a larger trainer.layout.cp" * ("layout.cp" in long)
+    assert _advice("train actor", CHUNK_KEYS, **settings) == keys + cp
+
+
+def test_chunks_of_a_micro_batch_shrink_with_it() -> None:
+    most = _config().trainer.max_tokens_per_micro_batch
+    text = _advice("train actor", "activations", trainer__chunk_tokens=most)
+    assert "; a smaller trainer.max_tokens_per_micro_batch and trainer.chunk_tokens; " in text
+
+
+def test_advice_is_what_makes_the_size_smaller() -> None:
+    """More ranks gather as much, and a whole parameter is cut by tp alone; one row is the least."""
+    cut = "a larger trainer.layout.tp or .pp; more cluster.ranks"
+    assert _advice("train actor", "gathered weights") == cut
+    assert _advice("train actor", "frozen weights") == cut
+    assert _advice("load critic", "whole parameters") == "a larger roles.critic.layout.tp"
+    assert _advice("decode", "logits") == "a smaller rollout.max_running"
+    one = {"rollout__max_running": 1}
+    ranks = "a larger rollout.layout.tp or .pp, with more cluster.ranks where there are too few"
+    shorter = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+    assert _advice("decode", "logits", **one) == ranks
+    assert _advice("decode", "KV cache", **one) == f"{shorter}; {ranks}"
+    assert _advice("decode", "copied keys and values", **one) == shorter
+    assert _advice("score reference", "activations", deterministic=Deterministic.strict) == shorter
+
+
 def test_advice_for_a_pool_names_its_key() -> None:
     text = advice(_split(), MemoryPhase("train critic", {"gradients": GIB}), "critic")
     assert text.startswith("adapters (roles.critic.lora.rank); more cluster.pools.critic")
