@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.config import Config, ConfigError, Device, FuseUpdates
+from hybridrl.config import Config, ConfigError, Device, FuseUpdates, SlurmClusterConfig
 from hybridrl.config.compose import check, register
 from hybridrl.costs import fused_plans
 from hybridrl.costs.devices import ACCELERATORS
@@ -18,6 +18,7 @@ from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import PlannedRole, SampleLength, TrainLayout, cluster_of
 from hybridrl.costs.mapping_overrides import mapping_of
 from hybridrl.costs.model import CostModel
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow import Graph
 from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
@@ -137,6 +138,30 @@ def _once(costs: CostModel, role: PlannedRole, layout: TrainLayout) -> float:
     """Seconds of a role's steps, and of its way onto the device and off."""
     steps = (role.mini_batches or 1) * costs.step_s(role, layout, range(2))
     return steps + costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
+
+
+def test_the_gain_is_that_of_the_ranks_nodes_and_device(
+    decide: Callable[..., Any], model: str
+) -> None:
+    """A pipeline across nodes has slower messages, and so has one of CPUs."""
+    gains = []
+    for nodes, device in ((1, Device.cuda), (2, Device.cuda), (1, Device.cpu)):
+        config, graph = decide(*PIPELINE)
+        config.cluster = SlurmClusterConfig(nodes=nodes, ranks=2, device=device)
+        gains.append(predicted_gain(config, graph, "actor", _trained(config, graph, model)))
+    assert len({round(gain, 6) for gain in gains}) == 3
+
+
+def test_only_sizes_that_are_unknown_leave_the_gain_unknown(decide: Callable[..., Any]) -> None:
+    """A bug in the prediction ends a run, and is no quiet `never`."""
+    with mock.patch.object(ModelShape, "of_config", side_effect=ValueError("no hidden_size")):
+        config, _ = decide(*PIPELINE)
+    assert config.trainer.fuse_updates is FuseUpdates.never
+    with (
+        mock.patch.object(fused_updates, "shared_problem", side_effect=ValueError("a bug")),
+        pytest.raises(ValueError, match="a bug"),
+    ):
+        decide(*PIPELINE)
 
 
 def test_both_roles_have_to_fit(
