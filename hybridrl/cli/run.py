@@ -94,8 +94,7 @@ def _job(action: Action, config: Config) -> None:
         try:
             result = action(config)
         except train.RUN_ERRORS as error:
-            died = isinstance(error, train.RayStartError)
-            died = died or (isinstance(error, train.WorkerError) and error.died)
+            died = isinstance(error, train.RayStartError | train.WorkerError) and error.died
             _end(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None

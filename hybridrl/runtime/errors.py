@@ -2,7 +2,14 @@
 
 
 class RayStartError(RuntimeError):
-    """Ray did not start on this machine, or on one of a job's nodes."""
+    """Ray, or a rank on it, did not start on this machine, or on one of a job's nodes.
+
+    `died` says that another start may succeed, since what it lacked has ended or did not answer.
+    """
+
+    def __init__(self, message: str, died: bool = True) -> None:
+        super().__init__(message)
+        self.died = died
 
 
 class JobError(RuntimeError):

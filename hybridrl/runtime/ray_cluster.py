@@ -259,7 +259,10 @@ def ranks_placement(ray: Any, config: ClusterConfig) -> list[Bundle]:
 
     ConfigError names the available resources where they do not suffice. A Slurm job has a placement
     group for each node. Elsewhere Ray spreads one over as few nodes as it can, in no order.
+    RayStartError says that Ray's node is gone, or that of a bundle.
     """
+    if not any(node["Alive"] for node in ray.nodes()):
+        raise RayStartError("Ray's node is gone")
     use_gpu = config.device is Device.cuda
     resource = "GPU" if use_gpu else "CPU"
     available = ray.cluster_resources().get(resource, 0)
@@ -285,9 +288,12 @@ def ranks_placement(ray: Any, config: ClusterConfig) -> list[Bundle]:
             f" (free now: {free:g} of {available:g})",
         ) from None
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    bundles = [
-        Bundle(addresses[node], node, index, group)
+    placed = [
+        (node, index, group)
         for group in groups
         for index, node in ray.util.placement_group_table(group)["bundles_to_node_id"].items()
     ]
+    if not {node for node, _, _ in placed} <= addresses.keys():
+        raise RayStartError("the node of a placement group is gone")
+    bundles = [Bundle(addresses[node], node, index, group) for node, index, group in placed]
     return sorted(bundles, key=lambda bundle: (bundle.address, bundle.node, bundle.index))

@@ -23,6 +23,13 @@ from hybridrl.workers.data_plane import DataPlane
 
 logger = logging.getLogger(__name__)
 
+_GONE = (
+    "LocalRayletDiedError", "NodeDiedError", "WorkerCrashedError", "RayActorError",
+    "TaskPlacementGroupRemoved", "ActorPlacementGroupRemoved", "ObjectLostError", "RpcError",
+    "RaySystemError", "GetTimeoutError",
+)  # fmt: skip
+"""Errors of Ray which say that a part of it has ended, or does not answer."""
+
 MOST_CALLS = 100_000
 """Calls at a time of an object on another node; its pool bounds what it does."""
 
@@ -39,21 +46,27 @@ class RayLauncher:
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """See `Launcher`."""
-        logger.debug("placing %d ranks", self.config.ranks)
-        for group in self._placed:  # of ranks that are to start anew on its resources
-            self.ray.util.remove_placement_group(group)
+        again = " anew" if self._placed else ""
         try:
-            bundles = ranks_placement(self.ray, self.config)
-        except (ConfigError, self.ray.exceptions.RayError) as error:
-            if isinstance(error, ConfigError) and not self._placed:
+            return self._start(verl.worker_class(worker, make, *args))
+        except (ConfigError, RayStartError, self.ray.exceptions.RayError) as error:
+            if isinstance(error, ConfigError) and not again:
                 raise
-            # A node has died, or its raylet, which is not the user's error.
-            reason, again = " ".join(str(error).split()), " anew" * bool(self._placed)
-            raise RayStartError(f"the ranks could not start{again}: {reason}") from error
+            gone = (getattr(self.ray.exceptions, name) for name in _GONE)
+            died = isinstance(error, (ConfigError, RayStartError, *gone))
+            text = str(error) if died else str(error).strip().rpartition("\n")[2]
+            reason = " ".join(text.split())
+            raise RayStartError(f"the ranks could not start{again}: {reason}", died) from error
+
+    def _start(self, worker_class: type) -> Any:
+        """Place the ranks and start their actors, on the resources of the ranks before."""
+        logger.debug("placing %d ranks", self.config.ranks)
+        for group in self._placed:
+            self.ray.util.remove_placement_group(group)
+        bundles = ranks_placement(self.ray, self.config)
         self._placed = [*{bundle.group.id: bundle.group for bundle in bundles}.values()]
         env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")
-        worker_class = verl.worker_class(worker, make, *args)
         return verl.worker_group(worker_class, bundles, self.config.device, env)
 
     def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ray import exceptions
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, ConfigError
@@ -14,14 +15,8 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_launcher import RayLauncher
 
 
-class RayError(Exception):
-    """What Ray raises."""
-
-
 def fake_ray() -> MagicMock:
-    ray = MagicMock()
-    ray.exceptions.RayError = RayError
-    return ray
+    return MagicMock(exceptions=exceptions)
 
 
 def test_their_resources_are_those_of_the_ranks_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,12 +31,12 @@ def test_their_resources_are_those_of_the_ranks_before(monkeypatch: pytest.Monke
         assert len(removed) == (name == "b")
         return [SimpleNamespace(group=SimpleNamespace(id=name))] * 2
 
-    ray = fake_ray()
-    ray.util.remove_placement_group = lambda group: removed.append(group.id)
+    fake = fake_ray()
+    fake.util.remove_placement_group = lambda group: removed.append(group.id)
     monkeypatch.setattr(ray_launcher, "ranks_placement", placement)
     monkeypatch.setattr(verl, "worker_class", MagicMock())
     monkeypatch.setattr(verl, "worker_group", MagicMock())
-    launcher = RayLauncher(ray, ClusterConfig(ranks=2))
+    launcher = RayLauncher(fake, ClusterConfig(ranks=2))
     launcher.start(object, MagicMock())
     launcher.start(object, MagicMock())
     with pytest.raises(RayStartError, match=r"could not start anew: cluster\.ranks=2: wanted at"):
@@ -56,16 +51,57 @@ def test_a_first_start_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> No
         RayLauncher(fake_ray(), ClusterConfig(ranks=2)).start(object, MagicMock())
 
 
-@pytest.mark.parametrize("placed", [[], [SimpleNamespace(id="a")]])
-def test_a_raylet_that_dies_while_ranks_are_placed(
-    placed: list[Any], monkeypatch: pytest.MonkeyPatch
+BEFORE = [SimpleNamespace(id="a")]
+GONE = exceptions.RpcError("The raylet\n does not answer.")
+SETUP = exceptions.RuntimeEnvSetupError("a\nno such package")
+
+
+@pytest.mark.parametrize(
+    ("place", "placed"),
+    [
+        ("removal", BEFORE),
+        ("placement", []),
+        ("placement", BEFORE),
+        ("actors", []),
+        ("actors", BEFORE),
+    ],  # fmt: skip
+)
+@pytest.mark.parametrize(
+    ("error", "reason", "died"),
+    [(GONE, "The raylet does not answer.", True), (SETUP, "no such package", False)],
+)
+def test_an_error_of_ray_is_one_line_that_tells_whether_a_part_of_it_died(
+    place: str,
+    placed: list[Any],
+    error: Exception,
+    reason: str,
+    died: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray says that the placement group is gone, over several lines; the run has one."""
-    gone = RayError("The placement group\n has been removed.")
-    monkeypatch.setattr(ray_launcher, "ranks_placement", MagicMock(side_effect=gone))
-    launcher = RayLauncher(fake_ray(), ClusterConfig(ranks=2))
+    """Wherever it is raised; a job starts again after a death alone."""
+    fake, parts = fake_ray(), {name: MagicMock() for name in ("removal", "placement", "actors")}
+    parts["placement"].return_value = [SimpleNamespace(group=SimpleNamespace(id="b"))]
+    parts[place].side_effect = error
+    fake.util.remove_placement_group = parts["removal"]
+    monkeypatch.setattr(ray_launcher, "ranks_placement", parts["placement"])
+    monkeypatch.setattr(verl, "worker_class", MagicMock())
+    monkeypatch.setattr(verl, "worker_group", parts["actors"])
+    launcher = RayLauncher(fake, ClusterConfig(ranks=2))
     launcher._placed = placed
-    again = " anew" if placed else ""
-    message = f"the ranks could not start{again}: The placement group has been removed."
-    with pytest.raises(RayStartError, match=message):
+    with pytest.raises(RayStartError) as raised:
         launcher.start(object, MagicMock())
+    assert str(raised.value) == f"the ranks could not start{' anew' * bool(placed)}: {reason}"
+    assert raised.value.died == died
+
+
+@pytest.mark.parametrize(
+    ("alive", "message"), [(False, "Ray's node is gone"), (True, "the node of a placement group")]
+)
+def test_a_node_that_is_gone_is_no_lack_of_resources(alive: bool, message: str) -> None:
+    """Of a first start, which would else ask for fewer ranks; or before its address is read."""
+    fake = fake_ray()
+    fake.nodes.return_value = [{"NodeID": "a", "NodeManagerAddress": "::1", "Alive": alive}]
+    fake.cluster_resources.return_value = {"CPU": 2.0} if alive else {}
+    fake.util.placement_group_table.return_value = {"bundles_to_node_id": {0: "a", 1: ""}}
+    with pytest.raises(RayStartError, match=f"the ranks could not start: {message}"):
+        RayLauncher(fake, ClusterConfig(ranks=2)).start(object, MagicMock())
