@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.records import TEXTS, read_lines
 
 FILE = "digests.jsonl"
 
@@ -109,11 +109,11 @@ def step_lines(run_dir: Path) -> list[dict[str, Any]]:
 def coarse_steps(run_dir: Path) -> dict[int, StepRecord]:
     """The steps of a run from its metrics and the few samples that every run keeps.
 
-    Samples whose texts were lost with their instance are left out.
+    A sample whose texts were lost with their instance has its other values alone.
     """
     samples: dict[int, dict[str, dict[str, Any]]] = {}
     for line in read_lines(run_dir / "samples.jsonl"):
-        if line.get("phase") != "evaluation" and line.get("response") is not None:
+        if line.get("phase") != "evaluation":
             kept = {name: line.get(name) for name in _COARSE}
             samples.setdefault(int(line["step"]), {})[str(line["id"])] = kept
     numbers: dict[int, dict[str, dict[str, float]]] = {}
@@ -154,7 +154,7 @@ def compare_steps(one: StepRecord, other: StepRecord, batch_only: bool = False) 
     shared = sorted(one.samples.keys() & other.samples.keys(), key=_order)
     for name, stage in (one.fields | other.fields).items():
         pairs = {id: (one.samples[id].get(name), other.samples[id].get(name)) for id in shared}
-        values = {f"sample {id}": pair for id, pair in pairs.items() if pair != (None, None)}
+        values = {f"sample {id}": x for id, x in pairs.items() if not _is_missing(name, x)}
         if values:
             comparisons.append(_compared(stage, name, values))
     if batch_only:
@@ -168,6 +168,11 @@ def compare_steps(one: StepRecord, other: StepRecord, batch_only: bool = False) 
     for role, stage in one.updates.items():
         comparisons += _update(role, stage, one, other)
     return comparisons
+
+
+def _is_missing(name: str, values: tuple[Any, Any]) -> bool:
+    """Whether there is nothing to compare: a text may be lost with its instance in one run."""
+    return None in values if name in TEXTS else values == (None, None)
 
 
 def _samples(one: StepRecord, other: StepRecord, batch_only: bool) -> Comparison:

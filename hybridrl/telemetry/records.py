@@ -15,6 +15,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+TEXTS = ("prompt", "response")
+"""The texts in a line of samples.jsonl; null where they were lost with their instance."""
+
+
+def with_lost_texts(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of samples.jsonl for people, who could not tell a lost text from an empty one."""
+    lost = [name for name in TEXTS if sample.get(name, "") is None]
+    return {**sample, **dict.fromkeys(lost, "(lost with its instance)")}
+
 
 def plain(value: Any) -> Any:
     """`value` as strict JSON knows it.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.telemetry import sample_files
+from hybridrl.telemetry.records import with_lost_texts
 from hybridrl.telemetry.rundata import RunData, finite, is_number
 
 PAGE = 50
@@ -155,7 +156,7 @@ def _of_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of samples.jsonl, whose `status` is the verifier's, as a row of a list."""
     phase, id = str(line.get("phase") or "rl"), str(line.get("id"))
     copied = ("prompt", "response", "reward", "source", "task", "drop_reason", "turns")
-    known = {name: value for name, value in line.items() if name in copied}
+    known = {name: value for name, value in with_lost_texts(line).items() if name in copied}
     if "drop_reason" in line:
         known["status"] = "dropped" if line["drop_reason"] else "used"
     return {

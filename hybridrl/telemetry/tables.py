@@ -4,6 +4,7 @@ import re
 import statistics
 from typing import Any
 
+from hybridrl.telemetry.records import with_lost_texts
 from hybridrl.telemetry.rundata import RunData, StepKey
 from hybridrl.telemetry.trace import TraceSpan, bubble_share, is_rank
 
@@ -175,9 +176,10 @@ def _lane_order(lane: str) -> tuple[bool, int, str]:
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    shown = with_lost_texts(row)
     return {
-        "prompt": _cut(row.get("prompt")),
-        "response": _cut(row.get("response")),
+        "prompt": _cut(shown.get("prompt")),
+        "response": _cut(shown.get("response")),
         "reward": row.get("reward"),
         "status": row.get("status"),
         "turns": row.get("turns"),

@@ -64,7 +64,7 @@ SETUP = exceptions.RuntimeEnvSetupError("a\nno such package")
         ("placement", BEFORE),
         ("actors", []),
         ("actors", BEFORE),
-    ],  # fmt: skip
+    ],
 )
 @pytest.mark.parametrize(
     ("error", "reason", "died"),

@@ -114,7 +114,7 @@ def test_shards_are_joined_in_rank_order() -> None:
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
-    """The later line of a step counts; without digests, metrics and samples with texts do."""
+    """The later line of a step counts; without digests, metrics and samples do."""
     from dataclasses import asdict
 
     lines = [{"step": 1, "phase": "rl", **asdict(record(dropped={"12.0": x}))} for x in "ab"]
@@ -127,6 +127,20 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{dump(metrics)}\n{dump({'step': 9, 'x': 1})}\n")
     coarse = coarse_steps(tmp_path)
     assert coarse.keys() == {2}
-    assert {id: x["response"] for id, x in coarse[2].samples.items()} == {"7.0": "ab"}
+    assert {id: x["response"] for id, x in coarse[2].samples.items()} == {"7.0": "ab", "7.1": None}
     assert coarse[2].numbers == {"actor": {"loss": 0.5}, "critic": {"loss": 0.25}}
     assert not coarse[2].exact
+
+
+def test_of_a_sample_whose_texts_are_lost_the_rest_is_compared(tmp_path: Path) -> None:
+    """And a later record of it is the one that counts."""
+    sample = {"step": 1, "id": "7.0", "response": "ab", "tokens": 3, "reward": 1.0}
+    lost = [sample, sample | {"response": None, "tokens": 4, "reward": 0.5}]
+    (tmp_path / "lost").mkdir()
+    for folder, samples in ((tmp_path, [sample]), (tmp_path / "lost", lost)):
+        (folder / "samples.jsonl").write_text("".join(dump(x) + "\n" for x in samples))
+        (folder / "metrics.jsonl").touch()
+    one, other = (coarse_steps(folder)[1] for folder in (tmp_path, tmp_path / "lost"))
+    for pair in ((one, other), (other, one)):
+        compared = compare_steps(*pair)
+        assert [(c.name, c.differing) for c in compared] == [("tokens", 1), ("reward", 1)]

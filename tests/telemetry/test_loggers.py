@@ -281,7 +281,8 @@ def test_tensorboard_has_samples_as_text(tmp_path: Path, service: object) -> Non
     config = TelemetryConfig(progress=False, samples_per_step=2)
     with Telemetry(tmp_path, config, 1) as telemetry:
         telemetry.phase("rl", 1)
-        rows = [{"id": str(k), "response": "| a\n* b" * k, "reward": k / 4} for k in range(3)]
+        texts = [None, "| a\n* b", ""]
+        rows = [{"id": str(k), "response": text, "reward": k / 4} for k, text in enumerate(texts)]
         telemetry.samples(1, rows)
         telemetry.samples(1, [{"id": "9", "response": "x" * 5000, "reward": None}], "evaluation")
     board = events(tmp_path)
@@ -290,6 +291,7 @@ def test_tensorboard_has_samples_as_text(tmp_path: Path, service: object) -> Non
     assert (event.step, shape) == (1, [3, 3])  # names, and two samples
     cells = [cell.decode() for cell in event.tensor_proto.string_val]
     assert cells[:3] == ["**id**", "**response**", "**reward**"]
+    assert cells[3:6] == ["    0", "    (lost with its instance)", "0.0"]
     assert cells[6:] == ["    1", "    | a\n    * b", "0.25"]
     (event,) = board.Tensors("samples/evaluation")
     long = event.tensor_proto.string_val[4].decode()

@@ -135,8 +135,10 @@ def test_lines_have_kind_and_status(tmp_path: Path) -> None:
         '{"step": 1, "id": "0.0", "source": "sums", "task": "long", "drop_reason": null}\n'
         '{"step": 1, "id": "0.1", "source": "sums", "task": "", "drop_reason": "filter"}\n'
         '{"step": 1, "id": "0.2"}\n'  # of an older run
+        '{"step": 1, "id": "0.3", "response": null}\n'  # lost with its instance
     )
     search = SampleSearch(tmp_path, load(tmp_path))
+    assert keys(search, text="lost with its instance") == ["rl  0.3"]
     assert keys(search, kind="task/long") == ["rl  0.0"]
     assert keys(search, kind="source/sums") == ["rl  0.0", "rl  0.1"]
     assert keys(search, status="used") == ["rl  0.0"]

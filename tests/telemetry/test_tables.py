@@ -22,6 +22,12 @@ def test_a_sample_says_how_its_episode_has_failed() -> None:
     assert step["rows"][0]["facts"] == {"id": "0", "finish": "stop", "failure": "crash"}
 
 
+def test_a_text_that_was_lost_is_no_empty_one() -> None:
+    rows = [{"step": 1, "id": f"0.{k}", "response": text} for k, text in enumerate([None, ""])]
+    ((step,), _) = samples(RunData(name="run", directory="run", samples=rows))
+    assert [row["response"] for row in step["rows"]] == ["(lost with its instance)", ""]
+
+
 def test_a_timeline_s_title_names_the_plan_that_the_step_took() -> None:
     """Where the schedule chooses one, and there is something to choose by."""
     spans = [

@@ -15,6 +15,7 @@ from hybridrl.telemetry.loggers.mlflow_logger import MlflowLogger
 from hybridrl.telemetry.loggers.tensorboard_logger import TensorBoardLogger
 from hybridrl.telemetry.loggers.trackio_logger import TrackioLogger
 from hybridrl.telemetry.loggers.wandb_logger import WandbLogger
+from hybridrl.telemetry.records import with_lost_texts
 
 LOGGERS: dict[LoggerName, type[RunLogger]] = {
     LoggerName.tensorboard: TensorBoardLogger,
@@ -49,7 +50,8 @@ class RunLoggers:
         if not records:
             return
         names = list(dict.fromkeys(name for record in records for name in record))
-        rows = [{name: _cell(record.get(name)) for name in names} for record in records]
+        shown = [with_lost_texts(record) for record in records]
+        rows = [{name: _cell(record.get(name)) for name in names} for record in shown]
         for delivery in self._deliveries.values():
             delivery.samples(step, f"samples/{phase}", rows)
 
