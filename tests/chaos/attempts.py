@@ -25,9 +25,9 @@ from hybridrl.system.activity import Activity
 from hybridrl.telemetry.records import read_lines
 
 POLL_S = 0.002
-LEFT_S = {"processes": 15.0, "local": 150.0}
-"""How long processes may outlive a driver, by its cluster: Ray's agents try for a minute to tell
-a server that is gone of the raylet's death.
+LEFT_S, LEFT_OF_RAY_S = 15.0, 150.0
+"""How long processes may outlive a driver; those of Ray after the death of the raylet, or of the
+driver by SIGKILL: Ray's agents try for a minute to tell a server that is gone of the death.
 """
 _PRELOAD = [
     *FORK_SERVER_IMPORTS, "hybridrl.cli", "hybridrl.driver.train", "torch.distributed.fsdp",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.attempts import LEFT_S, Attempt, left_behind
+from chaos.attempts import LEFT_OF_RAY_S, LEFT_S, Attempt, left_behind
 from chaos.cases import (
     ENDED,
     ENDS_DRIVER,
@@ -76,7 +76,7 @@ class Runs:
             calls = _Calls(attempt, num_ranks(schedule))
             code = attempt.watch(calls.look, BOUND_S["processes"])
             assert code == 0, attempt.said
-            assert not left_behind(LEFT_S["processes"])
+            assert not left_behind(LEFT_S)
             self._seconds[setting] = calls.seconds
         return run_dir, self._seconds[setting]
 
@@ -92,7 +92,8 @@ class Runs:
             under.run()
             if not under.wrong:
                 under.wrong += differences(whole, disk.run_dir, case, self.folder)
-            remove_later()
+            if under.killed:
+                remove_later()
             if left := _temporary() - temporary:
                 under.wrong.append(f"left in the temporary folder: {', '.join(sorted(left))}")
             if under.wrong and self.keep and disk.run_dir.exists():
@@ -156,6 +157,7 @@ class _UnderFaults:
         self.struck: list[Struck] = []
         self.ends: list[dict[str, Any]] = []
         self.wrong: list[str] = []
+        self.killed = False  # the driver or the raylet, either of which removes what they made
         self._stopped: list[int] = []
         self._since: dict[Fault, int] = {}
 
@@ -185,6 +187,7 @@ class _UnderFaults:
             for struck in (x for x in here if x.fault.kind in OF_FILES):
                 damaged = damage(struck.fault, self.disk.run_dir)
                 struck.hit = NOTHING if damaged is None else f"{damaged.file}, {damaged.at}"
+        self.wrong.append("did not succeed")
 
     def _check_end(
         self, attempt: Attempt, code: int | None, kinds: set[Kind], refused: bool
@@ -203,7 +206,10 @@ class _UnderFaults:
             wrong.append("a traceback")
         elif code in (1, 2) and not said[-1].startswith("hybridrl: "):
             wrong.append("no line says why")
-        wrong += [f"left behind: {line}" for line in left_behind(LEFT_S[self.case.cluster])]
+        killed = code == -signal.SIGKILL or Kind.KILL_RAYLET in kinds
+        self.killed |= killed
+        within_s = LEFT_OF_RAY_S if killed and self.case.cluster == "local" else LEFT_S
+        wrong += [f"left behind: {line}" for line in left_behind(within_s)]
         if wrong:
             self.wrong += [*wrong, attempt.said[-4000:]]
 
