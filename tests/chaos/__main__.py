@@ -4,22 +4,25 @@
 
 Each case is a line of JSON that is appended to FILE; a later call goes on with the seeds that FILE
 lacks. `make test-chaos` calls it. Seeds from 1000 on have runs on Ray. Network namespaces and vLLM
-are left out. Needs root.
+are left out. Needs root: it goes on as the first process of a namespace, which adopts what runs
+leave behind, and a process of Ray ends once the first one is its parent.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from chaos.attempts import start_server
+from chaos.attempts import left_behind, start_server
 from chaos.cases import CASES, RAY_SEEDS
+from chaos.namespace import INSIDE, can_enter, enter
 from chaos.summary import write
 
 from hybridrl.telemetry.records import read_lines
@@ -36,8 +39,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="for runs with which something is wrong")
     parser.add_argument("--write", action="store_true", help="the counts into docs/checkpoints.md")
     args = parser.parse_args()
-    if os.getpid() != 1:
-        enter_namespace()
+    if INSIDE not in os.environ:
+        if not can_enter():
+            sys.exit("chaos: needs root, unshare and setpriv, to make namespaces")
+        enter([sys.executable, "-m", "chaos", *sys.argv[1:]])
+    signal.signal(signal.SIGTERM, terminated)
     done = {line["seed"] for line in read_lines(args.file)} if args.file.exists() else set()
     end, wrong = time.monotonic() + 60 * args.minutes, False
     folder = temporary_folder()
@@ -58,13 +64,10 @@ def main() -> None:
     sys.exit(wrong)
 
 
-def enter_namespace() -> None:
-    """Go on as the first process of a namespace, so that all mounts and processes end with it.
-
-    It adopts what runs leave behind, and a process of Ray ends once the first one is its parent.
-    """
-    namespace = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    os.execvp(namespace[0], [*namespace, sys.executable, "-m", "chaos", *sys.argv[1:]])
+def terminated(*_: object) -> NoReturn:
+    """End on SIGTERM: no run is waited for; what is mounted and temporary goes."""
+    left_behind(0.0)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def shown(line: dict[str, Any]) -> str:
