@@ -1,5 +1,6 @@
 """What of a run under faults is not as in the undisturbed one, and what may not be."""
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ passes or as they migrate, follows from how long replies, calls and passes have 
 """
 TIMED = {"fused": (*WHEN_MOVED, *WHEN_PARKED), "async": (*WHEN_MOVED, *WHEN_MADE)}
 """Metrics that time decides, by schedule; those of the others are `WHEN_MOVED`."""
+_SOMETIMES = ("mismatch/", "plan/")
+"""Timed metrics whose names time decides too: what new weights have made, plans that were taken."""
 _TEXTS = ("prompt", "response", "turns")
 _SHOWN = 20
 
@@ -49,21 +52,37 @@ def differences(whole: Path, run_dir: Path, case: Case, folder: Path) -> list[st
 
 
 def record_differences(whole: Path, run_dir: Path, timed: tuple[str, ...]) -> list[str]:
-    """Each record that differs, but for metrics that begin as one of `timed`.
+    """Each record that differs, but for the values of metrics that begin as one of `timed`.
 
-    Where an instance has died, the texts and digests that it took with it may be missing.
+    Texts and digests that an instance took with it may be missing in the step of its death and in
+    the next, whose samples may have been made already. No record says how many it had.
     """
     wrong = []
-    has_died = any(event["kind"] == "death" for event in read_lines(run_dir / "events.jsonl"))
+    deaths = [x["step"] for x in read_lines(run_dir / "events.jsonl") if x["kind"] == "death"]
+    lossy = {step + later for step in deaths for later in (0, 1)}
     for name in RECORDS:
         ones, others = lines(whole, name, timed), lines(run_dir, name, timed)
-        if has_died:
+        if lossy:
             pairs = list(zip_longest(ones, others, fillvalue=Line()))
-            ones = [_without_lost(one, other) for one, other in pairs]
-            others = [_without_lost(other, other) for _, other in pairs]
+            ones = [_without_lost(x, y) if y.get("step") in lossy else x for x, y in pairs]
+            others = [_without_lost(y, y) if y.get("step") in lossy else y for _, y in pairs]
         if ones != others:
             wrong.append(f"differs: {name}; {_differing(ones, others)}")
+    if odd := _odd_metrics(lines(whole, "metrics"), lines(run_dir, "metrics"), timed):
+        wrong.append(f"differs: metrics; {', '.join(odd[:_SHOWN])}")
     return wrong
+
+
+def _odd_metrics(ones: Sequence[Line], others: Sequence[Line], timed: tuple[str, ...]) -> list[str]:
+    """Metrics of `timed` that one run alone has, or whose value is no finite number from 0 on."""
+    odd = []
+    for one, other in zip(ones, others, strict=False):  # their number is compared elsewhere
+        for name in sorted(name for name in {**one, **other} if name.startswith(timed)):
+            value, may_miss = float(other.get(name, 0.0)), name.startswith(_SOMETIMES)
+            is_odd = not math.isfinite(value) or (value < 0 and not may_miss)
+            if is_odd or ((name in one) != (name in other) and not may_miss):
+                odd.append(f"step {other['step']} {name}: {one.get(name)}, {other.get(name)}")
+    return odd
 
 
 def _without_lost(line: Line, other: Line) -> Line:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos.cases import CALLS, CASES, NOTHING, RAY_SEEDS, RAY_WEIGHTS, WEIGHTS, draw, num_ranks
 from chaos.differences import TIMED, WHEN_MOVED, record_differences
+from chaos.namespace import can_enter
 from chaos.strikes import Disk
 from chaos.summary import summary
 
@@ -19,11 +21,6 @@ from hybridrl.telemetry.records import dump
 
 SEEDS = [[144], [232, 266]]
 """A driver that is killed twice, once amid a line of a record; ranks that are, and SIGTERM."""
-NAMESPACES = not subprocess.run(
-    ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"],
-    capture_output=True,
-    check=False,
-).returncode
 SKIPPED = "this process may make no namespace, with file systems to be full or read-only"
 
 
@@ -72,7 +69,7 @@ def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
     tmp_path: Path, seeds: list[int]
 ) -> None:
     """`make test-chaos` has more seeds: other schedules and recipes, and the other kinds."""
-    if not NAMESPACES:
+    if not can_enter():
         pytest.skip(SKIPPED)
     file = tmp_path / "chaos.jsonl"
     command = [sys.executable, "-m", "chaos", str(file), "--seeds", *map(str, seeds)]
@@ -86,7 +83,7 @@ def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
 
 def test_a_directory_that_is_read_only_twice_is_mended_once() -> None:
     """The second mount would stay, and the last command be refused for it."""
-    if not NAMESPACES:
+    if not can_enter():
         pytest.skip(SKIPPED)
     code = (
         f"import sys; sys.path += {sys.path}; from chaos.test_chaos import strike_twice as f; f()"
@@ -96,16 +93,41 @@ def test_a_directory_that_is_read_only_twice_is_mended_once() -> None:
 
 def strike_twice() -> None:
     """In a process whose mounts end with it."""
-    disk = Disk(Path(tempfile.mkdtemp()) / "case")
-    try:
+    with tempfile.TemporaryDirectory() as folder, closing(Disk(Path(folder) / "case")) as disk:
         assert disk.make_read_only()
         assert not disk.make_read_only()
         assert not is_writable(disk.run_dir)
         disk.mend()
         assert is_writable(disk.run_dir)
-    finally:
-        disk.close()
-        disk.place.parent.rmdir()
+
+
+def test_sigterm_ends_what_is_inside_a_namespace() -> None:
+    if not can_enter():
+        pytest.skip(SKIPPED)
+    inside = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "try: print('up', flush=True); time.sleep(60)\n"
+        "finally: print('closed')"
+    )
+    code = (
+        f"import sys; sys.path += {sys.path}; from chaos.namespace import enter\n"
+        f"enter([sys.executable, '-c', {inside!r}])"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.communicate(timeout=30)[0] == "closed\n"
+    assert process.returncode == 143
+
+
+def test_where_no_namespace_can_be_made_a_line_says_so(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "chaos", str(tmp_path / "file")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    needed = "chaos: needs root, unshare and setpriv, to make namespaces\n"
+    assert (done.returncode, done.stderr) == (1, needed)
 
 
 def is_writable(folder: Path) -> bool:
@@ -119,15 +141,21 @@ def is_writable(folder: Path) -> bool:
 def write_run(folder: Path, **records: list[dict[str, Any]]) -> Path:
     """Write the records of a run; those that are not named are those of an undisturbed one."""
     folder.mkdir()
-    default = {"metrics": [{"step": 1}], "samples": [SAMPLE], "lengths": [], "digests": [DIGESTS]}
+    default = {"metrics": [PARKED], "samples": SAMPLES, "lengths": [], "digests": [DIGESTS]}
     for name, of_name in {**default, "events": [], **records}.items():
         (folder / f"{name}.jsonl").write_text("".join(dump(line) + "\n" for line in of_name))
     return folder
 
 
 SAMPLE = {"step": 1, "id": "0.0", "prompt": "1", "response": "2", "reward": 0.5}
-LOST = SAMPLE | {"prompt": None, "response": None}
-KEPT = {"step": 1, "environment/kept_kv_tokens": 323.0}
+SAMPLES = [SAMPLE | {"step": step} for step in range(1, 7)]
+LOST = {"prompt": None, "response": None}
+FIRST = [SAMPLE | LOST, *SAMPLES[1:]]
+BOTH = [SAMPLE | LOST, SAMPLES[1] | LOST, *SAMPLES[2:]]
+WRONG = [SAMPLE | LOST | {"reward": 1.0}, *SAMPLES[1:]]
+ALL = [sample | LOST for sample in SAMPLES]
+KV = "environment/kept_kv_tokens"
+PARKED, KEPT = {"step": 1, KV: 300.0}, {"step": 1, KV: 323.0}
 DIGESTS = {"step": 1, "samples": {"0.0": {"tokens": ["a", None]}, "0.1": {"tokens": ["b", None]}}}
 FEWER = {"step": 1, "samples": {"0.0": {"tokens": ["a", None]}}}
 OTHERS = {"step": 1, "samples": {"0.0": {"tokens": ["c", None]}}}
@@ -138,14 +166,16 @@ DEATH = [{"kind": "death", "step": 1}]
     ("schedule", "records", "wrong"),
     [
         ("fused", {"metrics": [KEPT]}, ""),
-        ("serial", {"metrics": [KEPT]}, "metrics; step 1 environment/kept_kv_tokens: None, 323.0"),
-        ("async", {"samples": [LOST], "events": DEATH}, ""),
-        ("async", {"samples": [LOST]}, "samples; step 1 0.0 prompt: 1, None, step 1 0.0 response"),
-        (
-            "async",
-            {"samples": [LOST | {"reward": 1.0}], "events": DEATH},
-            "samples; step 1 0.0 reward: 0.5, 1.0",
-        ),
+        ("serial", {"metrics": [KEPT]}, f"metrics; step 1 {KV}: 300.0, 323.0"),
+        ("fused", {"metrics": [{"step": 1}]}, f"metrics; step 1 {KV}: 300.0, None"),
+        ("fused", {"metrics": [{"step": 1, KV: -1.0}]}, f"metrics; step 1 {KV}: 300.0, -1.0"),
+        ("fused", {"metrics": [{"step": 1, KV: "NaN"}]}, f"metrics; step 1 {KV}: 300.0, NaN"),
+        ("fused", {"metrics": [PARKED | {"plan/moved": 1.0}]}, ""),
+        ("async", {"samples": FIRST, "events": DEATH}, ""),
+        ("async", {"samples": FIRST}, "samples; step 1 0.0 prompt: 1, None, step 1 0.0 response"),
+        ("async", {"samples": BOTH, "events": DEATH}, ""),
+        ("async", {"samples": ALL, "events": DEATH}, "samples; step 3 0.0 prompt: 1, None"),
+        ("async", {"samples": WRONG, "events": DEATH}, "samples; step 1 0.0 reward: 0.5, 1.0"),
         ("async", {"samples": [], "events": DEATH}, "samples; step 1 0.0 step: 1, None"),
         ("async", {"digests": [FEWER], "events": DEATH}, ""),
         ("async", {"digests": [FEWER]}, "digests; step 1 samples"),
