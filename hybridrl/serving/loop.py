@@ -232,26 +232,21 @@ class Turns:
         """Have the ranks read a snapshot, which they do in TRAIN."""
         if self._is_lost(snapshot):
             raise Refused(f"{snapshot.path}: the checkpoint has been deleted or replaced")
+        self.snapshots.check_room(snapshot.path)
         if self.place != TRAIN:
             self.ranks.ask(ServingWorker.train)
             self.place = TRAIN
+        self.clients.drop_snapshots(coming=1)
         folder = None if snapshot.folder is None else str(snapshot.folder)
         if error := self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder):
             raise Refused(f"{snapshot.path or 'the base model'} cannot be read: {error}")
         snapshot.here = True
-        self._drop()
-
-    def _drop(self) -> None:
-        """Forget the snapshots that are too many."""
-        for snapshot in list(self.snapshots.dropped()):
-            logger.info("the snapshot %s is dropped from memory", snapshot.path or "of the base")
-            self.ranks.ask(ServingWorker.drop_snapshot, snapshot.version)
 
     def _train(self, ticket: Ticket) -> None:
         begun = self._now()
         with _refusals(ticket.future):
             answer = self.clients.run(ticket.request)
-            self._drop()
+            self.clients.drop_snapshots()  # an unloaded model's
             self.history.trained(ticket.request, answer, begun - ticket.since)
             ticket.future.set_result(answer)
 
@@ -315,7 +310,7 @@ class Turns:
             if not snapshot.open:
                 self.waiting.pop(snapshot.version, None)
                 self.snapshots.closed(snapshot)
-        self._drop()  # some may have no path any more
+        self.clients.drop_snapshots()  # some may have no path any more
 
     def open(self) -> Iterator["Future[ClientAnswer]"]:
         """The futures of all requests that are not answered."""

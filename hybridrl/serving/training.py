@@ -1,5 +1,6 @@
 """What clients ask of their models: gradients, steps, checkpoints, snapshots."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from hybridrl.serving.requests import (
 )
 from hybridrl.serving.snapshots import Snapshots
 from hybridrl.workers.serving import GradientCall, ServingWorker
+
+logger = logging.getLogger(__name__)
 
 SCORING = "cross_entropy"
 """The loss whose forward pass scores a snapshot: any would do."""
@@ -88,7 +91,8 @@ class ClientTraining:
         if len(self.models) == self.served.most_models:
             raise Refused(
                 f"{name}: a node's memory holds {self.served.most_models} models at once beside"
-                f" serve.snapshots={self.snapshots.most}; a client that ends frees its own"
+                f" serve.snapshots={self.snapshots.most}; a client that ends frees its own, or"
+                " one that is silent for serve.idle_s"
             )
         if request.source is not None:
             self.check_source(request.source, request.optimizer)
@@ -135,14 +139,24 @@ class ClientTraining:
     def _save(self, request: Save) -> Saved:
         model = self._model(request.model)
         path = CheckpointPath.parse(f"tinker://{request.model}/{request.kind}/{request.name}")
+        samples = request.kind == "sampler_weights"
+        if samples:
+            self.snapshots.check_room(str(path))  # before there is a file
         if request.files:
             self._write(request, path, model.steps)
             self.snapshots.detach(str(path))  # which may have been read from older files
-        if request.kind == "sampler_weights":
+        if samples:
+            self.drop_snapshots(coming=1)
             folder = self.files.folder(path) if request.files else None
             snapshot = self.snapshots.add(str(path), folder, here=True)
             self.ranks.ask(ServingWorker.take_snapshot, snapshot.version, request.model)
         return Saved(str(path))
+
+    def drop_snapshots(self, coming: int = 0) -> None:
+        """Have the ranks forget the snapshots that are too many once `coming` ones are there."""
+        for snapshot in list(self.snapshots.dropped(coming)):
+            logger.info("the snapshot %s is dropped from memory", snapshot.path or "of the base")
+            self.ranks.ask(ServingWorker.drop_snapshot, snapshot.version)
 
     def _write(self, request: Save, path: CheckpointPath, steps: int) -> None:
         served, trains = self.served, request.kind == "weights"

@@ -191,6 +191,40 @@ def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
     assert isinstance(answered(turns, sampled("tinker://a/sampler_weights/files", 1)), Samples)
 
 
+def test_snapshots_are_never_more_than_the_bound(tmp_path: Path) -> None:
+    """One goes before another comes; one for which none can go is refused, and its call alone."""
+    ranks, here, peaks = FakeRanks(), set[int](), list[int]()
+
+    def comes(version: int, _: object) -> str:
+        here.add(version)
+        peaks.append(len(here))
+        return ""
+
+    ranks.answers |= {"take_snapshot": comes, "read_snapshot": comes, "drop_snapshot": here.remove}
+    turns = with_model(ranks, tmp_path, snapshots=2, patience_s=0)
+    paths = [f"tinker://a/sampler_weights/{name}" for name in "xyz"]
+    for name in "xyz":
+        answered(turns, Save("a", name, "sampler_weights"))
+    answered(turns, sampled(paths[0]))
+    ranks.draws = False
+    futures = [taken(turns, sampled(path, 1)) for path in paths]
+    saved = taken(turns, Save("a", "w", "sampler_weights"))
+    for _ in range(20):
+        turns.work()
+    line = r"no room for its snapshot, all that serve\.snapshots=2 keeps have open requests"
+    for path, future in {paths[1]: futures[1], f"{paths[0][:-1]}w": saved}.items():
+        with pytest.raises(Refused, match=f"^{path}: {line}"):
+            future.result(0)
+    assert not (tmp_path / "models" / "a" / "sampler_weights" / "w").exists()
+    ranks.draws = True
+    while turns.work():
+        pass
+    assert all(isinstance(future.result(0), Samples) for future in futures[::2])
+    answered(turns, Save("a", "w", "sampler_weights"))
+    assert isinstance(answered(turns, sampled(paths[1], 2)), Samples)
+    assert max(peaks) == 2
+
+
 def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
     """Other models' requests run, and no rank sees what is dropped."""
     ranks = FakeRanks()
