@@ -1,6 +1,8 @@
 """`hybridrl serve`: Tinker's training API, until a signal ends it."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -48,8 +50,16 @@ def _own_output() -> Iterator[TextIO]:
     A rank may be this process, and its libraries print past Python: vLLM's, from C++.
     """
     with os.fdopen(os.dup(1), "w") as output:
+        _flush()
         os.dup2(2, 1)
         try:
             yield output
         finally:
+            _flush()
             os.dup2(output.fileno(), 1)
+
+
+def _flush() -> None:
+    """Write what Python and C have buffered for standard output to where it now goes."""
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,24 @@ def test_another_address_than_loopback_is_warned_about(
     with caplog.at_level("WARNING"):
         listener(ServeConfig(host=host, port=0)).close()
     assert ("serve.host=0.0.0.0: whoever reaches it can try keys" in caplog.text) is is_told
+
+
+PRINTS = """
+import ctypes
+from hybridrl.cli.serve import _own_output
+with _own_output() as output:
+    print("python's")
+    ctypes.CDLL(None).puts(b"c's")
+    print("own", file=output, flush=True)
+"""
+
+
+def test_what_libraries_have_printed_to_a_buffer_is_not_on_standard_output() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PRINTS]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout == "own\n"
+    assert sorted(ended.stderr.splitlines()) == ["c's", "python's"]
 
 
 @pytest.fixture(scope="module")
