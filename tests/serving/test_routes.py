@@ -31,6 +31,7 @@ from hybridrl.serving.requests import (
     Unload,
 )
 from hybridrl.serving.server import Server, listener, read_key
+from hybridrl.serving.sessions import Session
 
 KEY = "tml-" + "0" * 32
 
@@ -260,6 +261,15 @@ def test_a_session_that_finishes_frees_its_models_behind_what_runs() -> None:
     run(story)
 
 
+async def polls(session: Session, number: int) -> None:
+    """Wait until a session has so many open polls."""
+    for _ in range(2000):
+        if session.polls == number:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(session.polls)
+
+
 def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
     async def story() -> None:
         backend = FakeBackend()
@@ -273,10 +283,13 @@ def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
             now[0] = 150
             await client.answer(promise)
             now[0] = 190
-            poll = client.server.api.sessions.polling(client.session)
-            with poll:  # a long one
-                now[0] = 300
-                client.server.api.end_silent(60)
+            session = client.server.api.sessions.get(client.session)
+            backend.gate.clear()
+            sample = await client.sample(await client.sampler(base_model=INFO.name), 0)
+            poll = asyncio.create_task(client.answer(sample))
+            await polls(session, 1)
+            now[0] = 300
+            client.server.api.end_silent(60)
             await asyncio.sleep(0)
             assert [s.id for s in client.server.api.sessions.open] == [client.session]
             assert backend.of_model(Unload) == [Unload(f"{silent}:train:0")]
@@ -287,6 +300,8 @@ def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
                 410,
                 f"session {silent}: {reason}",
             )
+            poll.cancel()
+            await polls(session, 0)
             now[0] = 360  # of which the poll's end was the last sign
             assert client.server.api.sessions.silent(60) == []
             now[0] = 361
