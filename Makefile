@@ -131,12 +131,12 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
 
 # Two of them: the first SDK whose bytes are today's, and the newest.
-.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh scripts/install_cookbook.sh
+.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh scripts/install_cookbook.sh | $(BIN)/.dev
 	@scripts/install_agents.sh $(VENV) .cache/tinker tinker
 	@scripts/install_cookbook.sh $(VENV) .cache/tinker
 	@touch $@
 
-.cache/tinker-0.25/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+.cache/tinker-0.25/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh | $(BIN)/.dev
 	@scripts/install_agents.sh $(VENV) .cache/tinker-0.25 tinker
 	@scripts/install.sh .cache/tinker-0.25 "$(PYTHON)" 'tinker==0.25.*'
 	@touch $@
