@@ -200,7 +200,7 @@ gpu-first-run-wheels: .whl/.made  ## what gpu-first-run needs on a machine witho
 gpu-first-run:  ## the report and two short trainings on this machine's GPU, in ten minutes (ARGS="--device cpu")
 	@PYTHON=$(or $(wildcard $(BIN)/python),python3) scripts/gpu_first_run.sh $(ARGS)
 
-test-vllm: $(BIN)/.dev $(BIN)/.vllm .cache/tinker/bin/.installed  ## tests that need vLLM
+test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM; one more after `make test-tinker`
 	$(PYTEST) -q -m "vllm and not slow" $(call MARKED,vllm)
 
 test-slurm: $(BIN)/.dev  ## tests on a Slurm of two nodes, which they start on this machine

@@ -15,8 +15,17 @@ from hybridrl.telemetry.records import read_lines
 
 Line = dict[str, Any]
 
-WHEN_MOVED = ("samples/migrated", "samples/restarted", "samples/preempted", "plan/")
-"""Metrics that time or a death decides; the samples themselves are those of the undisturbed run."""
+WHEN_MOVED = (
+    "samples/migrated",
+    "samples/restarted",
+    "samples/preempted",
+    "plan/",
+    "environment/replays",
+)
+"""Metrics that time or a death decides; the samples themselves are those of the undisturbed run.
+
+Programs run again where a process of an environment has died, or where its sample has moved to.
+"""
 WHEN_PARKED = tuple(f"environment/{x}_kv_tokens" for x in ("kept", "moved", "recomputed"))
 """Metrics of samples that wait for a reply: whether they leave their instance meanwhile, for its
 passes or as they migrate, follows from how long replies, calls and passes have taken.

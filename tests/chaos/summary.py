@@ -12,7 +12,7 @@ BEGIN, END = "<!-- chaos: tests/chaos writes this -->", "<!-- end of chaos -->"
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    """Counts of faults, by kind and by the calls that ranks were in, and what did not hold."""
+    """Counts of faults, by kind, and what did not hold."""
     lines = [line | {"struck": [_of(fault) for fault in line["struck"]]} for line in lines]
     struck = [fault for line in lines for fault in line["struck"]]
     drawn = sum(len(line["faults"]) for line in lines)
@@ -27,7 +27,6 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         of_kind = [x for x in lines if any(f["fault"] == kind.name for f in x["struck"])]
         wrong = sum(bool(line["wrong"]) for line in of_kind)
         rows.append(f"| {kind.value} | {kinds[kind.name]} | {len(of_kind)} | {wrong} |")
-    calls = Counter(fault["call"] or "none" for fault in struck)
     parts = [
         f"{len(lines)} runs under {len(struck)} faults ({drawn - len(struck)} more were drawn for "
         f"moments that did not come). Their last records have {restarts} restarts; "
@@ -35,7 +34,6 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         f"{len(on_ray)} of the runs, under {of_ray} of the faults, were on Ray.",
         "\n".join(rows),
         f"Runs by schedule and recipe: {_counts(settings)}.",
-        f"The call that the drawn rank was in: {_counts(calls)}.",
     ]
     return "\n\n".join(parts)
 

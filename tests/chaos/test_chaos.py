@@ -19,8 +19,8 @@ from chaos.summary import summary
 
 from hybridrl.telemetry.records import dump
 
-SEEDS = [[144], [232, 266]]
-"""A driver that is killed twice, once amid a line of a record; ranks that are, and SIGTERM."""
+SEEDS = [[144], [232], [266]]
+"""A driver is killed twice, once amid a line of a record; a rank is, twice; SIGTERM."""
 SKIPPED = "this process may make no namespace, with file systems to be full or read-only"
 
 
@@ -58,12 +58,12 @@ def test_what_was_tried_is_counted() -> None:
     assert "| a rank is killed | 3 | 3 | 1 |" in text
     assert "| the driver is killed | 3 | 3 | 1 |" in text
     assert "a bit of such a file flipped | 0 | 0 | 0 |" in text
-    assert text.endswith("The call that the drawn rank was in: update 3, none 3.")
+    assert "Runs by schedule and recipe: " in text
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(
-    "seeds", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.wide)], ids=str
+    "seeds", [*SEEDS[:2], pytest.param(SEEDS[2], marks=pytest.mark.wide)], ids=str
 )
 def test_whatever_befalls_a_run_it_ends_and_its_parameters_are_those_without(
     tmp_path: Path, seeds: list[int]

@@ -98,7 +98,7 @@ def test_an_error_of_ray_is_one_line_that_tells_whether_a_part_of_it_died(
     ("alive", "message"), [(False, "Ray's node is gone"), (True, "the node of a placement group")]
 )
 def test_a_node_that_is_gone_is_no_lack_of_resources(alive: bool, message: str) -> None:
-    """Of a first start, which would else ask for fewer ranks; or before its address is read."""
+    """A first start would else ask for fewer ranks; a node may go before its address is read."""
     fake = fake_ray()
     fake.nodes.return_value = [{"NodeID": "a", "NodeManagerAddress": "::1", "Alive": alive}]
     fake.cluster_resources.return_value = {"CPU": 2.0} if alive else {}

@@ -11,6 +11,7 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.models.load import load_config
 from hybridrl.preflight.memory_inputs import PackedRow
 from hybridrl.preflight.memory_plan import local_room, plan_run
+from hybridrl.preflight.served_copies import copy_bytes
 from hybridrl.serving.prepare import prepare_server
 
 REFUSED = {
@@ -102,3 +103,18 @@ def test_a_server_computes_what_its_cache_holds(
     for own, expected in sizes.items():
         config = make_config(*settings, "data.max_prompt_tokens=24", *own.split())
         assert prepare_server(config).served.max_tokens == expected
+
+
+def test_a_copy_of_adapters_counts_the_matrices_that_each_rank_has_whole(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """All ranks of a tp group have one of an adapter's two; of FSDP's shards all are one copy."""
+    alone = make_config(*tiny_run, "cluster.ranks=1", f"run.dir={tmp_path / 'run'}")
+    shape = load_config(prepare_server(alone).model_path)
+
+    def copy(*settings: str) -> int:
+        return copy_bytes(make_config(*tiny_run, "actor.lora.rank=4", *settings), shape)
+
+    one, two = copy("cluster.ranks=1"), copy("cluster.ranks=2")
+    assert one <= two < 1.1 * one
+    assert 1.2 * one < copy("cluster.ranks=2", "trainer.layout.tp=2") < 2 * one

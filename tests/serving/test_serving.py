@@ -104,7 +104,7 @@ def test_what_libraries_have_printed_to_a_buffer_is_not_on_standard_output() -> 
 
 @pytest.fixture(scope="module")
 def served(run_dir: Path) -> Iterator[Served]:
-    served = Served(run_dir, *TINY, "serve.idle_s=4")
+    served = Served(run_dir, *TINY, "serve.idle_s=16")
     yield served
     served.kill()
 

@@ -133,7 +133,7 @@ def test_records_are_read_back(tmp_path: Path) -> None:
 
 
 def test_of_a_sample_whose_texts_are_lost_the_rest_is_compared(tmp_path: Path) -> None:
-    """And a later record of it is the one that counts."""
+    """A later record of it is the one that counts."""
     sample = {"step": 1, "id": "7.0", "response": "ab", "tokens": 3, "reward": 1.0}
     lost = [sample, sample | {"response": None, "tokens": 4, "reward": 0.5}]
     (tmp_path / "lost").mkdir()

@@ -57,7 +57,7 @@ def limits_of(batch: Sequence[Request]) -> Ints:
 def test_each_row_ends_with_the_token_that_ends_it(
     batch: list[Request], stops: StopStrings | None, data: st.DataObject
 ) -> None:
-    """Those that end leave the batch; requests may be asked for, and change places."""
+    """Rows that end leave the batch; requests may be asked for, and change places."""
     wanted = [request.copy() for request in batch]
     responses = GrowingResponses(batch, limits_of(batch), stops, data.draw(st.booleans()))
     for step in range(12):
@@ -105,7 +105,7 @@ def test_a_long_response_is_written_now_and_then() -> None:
 
 
 def test_a_row_that_leaves_does_not_leave_short_arrays() -> None:
-    """Those that stay are written as seldom as if it had never been there."""
+    """The rows that stay are written as seldom as if it had never been there."""
     batch = [Request(i, [1], SamplingParams(n), i) for i, n in enumerate((1, 9, 9))]
     growing = GrowingResponses(batch, limits_of(batch), None)
     drawn = DrawnTokens(np.zeros(3, np.int64), np.zeros(3, np.float32), None)

@@ -67,7 +67,7 @@ OPERATORS_A_LAYER, OPERATORS_BESIDES = 25, 63
 def test_a_step_dispatches_few_operators(
     make_model: Callable[..., PreTrainedModel], make_engine: Callable[..., NativeEngine]
 ) -> None:
-    """Of 8 rows of unequal lengths, by models of two and of three layers."""
+    """There are 8 rows of unequal lengths, in models of two and of three layers."""
     numbers = []
     for layers in (2, 3):
         engine = make_engine(make_model("qwen3", num_hidden_layers=layers), block_size=16)
