@@ -42,7 +42,7 @@ def most_models(config: Config, shape: "PretrainedConfig", plan: "RunPlan | None
         )
         if refuses and copies <= OF_MODEL:
             allowed = f"warn: {allowed.partition(': ')[2]}"
-            raise ConfigError("cluster.memory_check", config.cluster.memory_check, allowed)
+            raise ConfigError("cluster.memory_check", "refuse", allowed)
         if refuses:
             raise ConfigError("serve.snapshots", wanted, allowed)
         logger.warning("serve.snapshots=%d: wanted %s", wanted, allowed)

@@ -112,6 +112,7 @@ def test_the_gain_knows_each_role(
 ) -> None:
     """Its layout, adapters and mini-batches count, as in the planner's seconds of whole updates."""
     monkeypatch.setattr(fused_plans, "OVER_BOUND", 1)
+    monkeypatch.setattr(fused_updates, "_device_of_ranks", lambda config: "h100")
     device = ACCELERATORS["h100"]
     costs = CostModel(LayerCosts.of(device, 4), cluster_of(device, 1, 2))
     gains = []

@@ -66,6 +66,11 @@ def test_snapshots_and_a_model_fit_the_memory_of_a_node(
         make_config(*settings, f"serve.snapshots={most + 1}", "cluster.memory_check=warn")
     )
     assert told.served.most_models is None
+    monkeypatch.setattr("hybridrl.preflight.served_copies.copy_bytes", lambda *_: 1 << 29)
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.memory_check=refuse: wanted warn: a node has"
+    ):
+        prepare_server(make_config(*settings, "serve.snapshots=1"))
 
 
 def test_a_server_plans_for_data_that_are_scored_at_every_position(

@@ -227,13 +227,14 @@ class WorkerOfVLLM:
 def engine_of_vllm(log: list[str]) -> VLLMEngine:
     """An engine that is awake and has no request, on a GPU, without vLLM."""
     engine = object.__new__(VLLMEngine)
-    scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
+    forgets = SimpleNamespace(reset_encoder_cache=lambda: None)
+    scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0), **vars(forgets))
     tensors = {"weight": torch.zeros(1)}
     attributes: dict[str, Any] = {
         "_by_key": {}, "_ended": [], "_num_loads": 0, "_entries": {}, "_counts": Counter(),
         "_asleep": False, "_has_cache": True,
         "_kv_bytes_per_token": 1, "_limits": SimpleNamespace(num_blocks=1),
-        "_core": SimpleNamespace(scheduler=scheduler),
+        "_core": SimpleNamespace(scheduler=scheduler, model_executor=forgets),
         "_pool": SimpleNamespace(get_num_free_blocks=lambda: 1),
         "_queue": SimpleNamespace(drain=lambda: log.append("drain")),
         "_engine": SimpleNamespace(reset_prefix_cache=lambda: True),

@@ -14,9 +14,7 @@ from hybridrl.engines.rollout.stage import DrawnTokens
 from hybridrl.engines.rollout.stops import StopStrings
 
 _MOST = 256  # steps in the arrays
-_MOST_KEPT = (
-    2**22
-)  # kept ids in the arrays, of all rows and steps: 16 MiB, written with their padding
+_MOST_KEPT = 2**22  # kept ids in the arrays, with their padding: 16 MiB
 
 
 class GrowingResponses:

@@ -100,7 +100,7 @@ class SamplingBatch:
     def has_only_temperatures(self) -> bool:
         """Whether a row that leaves leaves no work of its own behind."""
         rest = (self.greedy, self.top_k, self.top_p, self.min_p, self.edits)
-        return all(column is None for column in rest)
+        return not self.num_kept and all(column is None for column in rest)
 
     def take(self, rows: torch.Tensor) -> "SamplingBatch":
         """Only these rows, in this order; none edits its logits. Maxima are those of all rows."""

@@ -37,10 +37,15 @@ def place_images(
 
 
 def check_images_came(sequences: Sequence[TrainSequence], pads: Sequence[int]) -> None:
-    """Raise ValueError for a prompt with some of the `pads`, and no images: it lost them."""
+    """Raise ValueError for a prompt with some of the `pads`, and no images: it lost them.
+
+    Where a sequence is `ended`, its response cannot be told from its prompt.
+    """
     for number, sequence in enumerate(sequences if pads else ()):
+        if sequence.images or sequence.is_ended:
+            continue
         prompt = sequence.ids[: sequence.ids.shape[0] - sequence.response_tokens]
-        if not sequence.images and (lost := int(torch.isin(prompt, torch.tensor(pads)).sum())):
+        if lost := int(torch.isin(prompt, torch.tensor(pads)).sum()):
             raise ValueError(
                 f"sequence {number} of {len(sequences)}, of {len(sequence.ids)} tokens, has {lost} "
                 "pads of images, and no images came with it"

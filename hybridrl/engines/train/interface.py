@@ -19,7 +19,7 @@ class TrainSequence:
     has none. `kept_ids` [response_tokens + ids] has how many ids each response token was drawn
     from, 0 for the whole distribution, and then the ids of all of them. Log-probabilities and
     entropies are renormalized over these ids; None: all are of the whole distribution. `images` are
-    the files of the prompt's images, whose pads are among the `ids`.
+    the files of the prompt's images, whose pads are among the `ids`. `is_ended`: see `ended`.
     """
 
     ids: torch.Tensor
@@ -29,6 +29,7 @@ class TrainSequence:
     routed_experts: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
     images: Images = ()
+    is_ended: bool = False
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
@@ -44,7 +45,7 @@ def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
         for name, value in sequence.fields.items()
         if not isinstance(value, torch.Tensor) or value.ndim == 0
     }
-    return TrainSequence(ids, 1, scalars, images=sequence.images)
+    return TrainSequence(ids, 1, scalars, images=sequence.images, is_ended=True)
 
 
 def last_position(ids: torch.Tensor, pad: int | None) -> int:

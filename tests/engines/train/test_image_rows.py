@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridrl.config import Attention
 from hybridrl.engines.probe import compare_gradients
 from hybridrl.engines.train.image_rows import check_images_came
-from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.packed import PackedBatch, PackedModel, pack
 from hybridrl.engines.train.replica import Replica
 from hybridrl.models import packed_attention
@@ -147,6 +147,7 @@ def test_a_prompt_that_lost_its_images_is_named(models: Models) -> None:
     check_images_came(sequences, pads)
     written = replace(sequences[1], ids=torch.tensor([5] * 4 + [60]), response_tokens=1)
     check_images_came([written], pads)  # a response is text, whatever it spells
+    check_images_came([ended(written, None)], pads)  # neither is it where its end is read
     sequences[2] = replace(sequences[2], images=())
     wanted = r"^sequence 2 of 5, of 37 tokens, has 19 pads of images, and no images came with it$"
     with pytest.raises(ValueError, match=wanted):
