@@ -50,7 +50,7 @@ PARALLEL = "vllm.distributed.parallel_state"
 # A call as our file writes it, and what it calls.
 CALLS = [
     ("engine.py", "self._sampling.SamplingParams", "vllm.sampling_params:SamplingParams"),
-    ("engine.py", "self._sampling.tokens_input", "vllm.inputs.engine:tokens_input"),
+    ("images.py", "tokens_input", "vllm.inputs.engine:tokens_input"),
     ("engine.py", "self._engine.add_request", f"{ENGINE}.add_request"),
     ("engine.py", "self._engine.abort_request", f"{ENGINE}.abort_request"),
     ("engine.py", "self._engine.step", f"{ENGINE}.step"),

@@ -207,8 +207,8 @@ def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
 def test_waiting_for_a_thread_of_the_jail_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve programs that hang share one thread: a queue past the limit of a turn."""
     monkeypatch.setattr(environment_of_programs, "NUM_THREADS", 1)
-    monkeypatch.setattr(jail, "_defaults", jail._Defaults(limits=JailLimits(seconds=0.5)))
-    settings = config("python", turn_timeout_s=5.0)
+    monkeypatch.setattr(jail, "_defaults", jail._Defaults(limits=JailLimits(seconds=1.0)))
+    settings = config("python", turn_timeout_s=10.0)
     program = load_environment(settings).program
 
     async def play(number: int) -> tuple[str, str]:
