@@ -15,6 +15,7 @@ from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from transformers import Qwen3Config  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from hybridrl.engines.rollout.interface import Request, SamplingParams  # noqa: E402
@@ -66,7 +67,10 @@ def stand_in() -> Any:
 
 def draws(module: Any, rows: int, way: dict[str, Any], device: fake_device.FakeDevice) -> Any:
     """Three steps of as many rows; the counts of the last, and whether its figures are there."""
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=rows),
+        model_config=SimpleNamespace(hf_config=Qwen3Config()),
+    )
     sampler = module.StreamSampler(config, torch.device("cuda", 0), True)
     batch = SimpleNamespace(
         num_tokens_no_spec=np.full(rows, 5, np.int32), num_prompt_tokens=np.full(rows, 5, np.int32)

@@ -546,6 +546,7 @@ def by_own_sampler(directory: str) -> dict[float, dict[object, list[int]]]:
     processors = engine._worker.model_runner.input_batch.logitsprocs.non_argmax_invariant
     (ours,) = (p for p in processors if isinstance(p, engine._sampling.StreamSampler))
     processors.remove(ours)
+    from vllm.inputs import tokens_input
     from vllm.v1.sample.ops import topk_topp_sampler
 
     drawn: list[Any] = []  # the stream, then a token for each
@@ -573,7 +574,7 @@ def by_own_sampler(directory: str) -> dict[float, dict[object, list[int]]]:
                 )  # fmt: skip
                 params._bad_words_token_ids = words or None
                 drawn[:] = [request.stream]
-                prompt = engine._sampling.tokens_input(list(request.prompt_ids))
+                prompt = tokens_input(list(request.prompt_ids))
                 engine._engine.add_request(str(request.id), prompt, params)
                 while engine._engine.has_unfinished_requests():
                     for output in engine._engine.step():

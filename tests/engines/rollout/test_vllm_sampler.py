@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key, uniforms
@@ -25,7 +26,10 @@ class Batch:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=SLOTS))
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+            model_config=SimpleNamespace(hf_config=Qwen3Config()),
+        )
         self.sampler = module.StreamSampler(config, torch.device("cpu"), False)
         self.arrays = SimpleNamespace(
             num_tokens_no_spec=np.zeros(SLOTS, np.int32),
