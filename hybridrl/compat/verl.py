@@ -1,7 +1,7 @@
 """The one place that imports verl: its control plane.
 
 `import verl` takes seconds and changes the process (logging, environment), so every function here
-imports it lazily. docs/driver.md says which parts of verl are used.
+imports it lazily. Of verl only worker groups and resource pools are used.
 """
 
 import logging
