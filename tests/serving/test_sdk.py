@@ -384,12 +384,14 @@ def test_a_method_works_or_is_refused_by_a_line_that_names_it(
 
 
 def table() -> str:
-    """The table of the page."""
-    lines = ["| client | method | |", "|---|---|---|"]
+    """The table of the page: the methods of each client, by what is said of them."""
+    lines = ["| client | methods | |", "|---|---|---|"]
     for client, methods in METHODS.items():
+        told: dict[str, list[str]] = {}
         for method, (_, line, note) in methods.items():
-            told = "refused" if line else "works"
-            lines.append(f"| {client} | `{method}` | {told}{f'; {note}' if note else ''} |")
+            outcome = "refused" if line else "works"
+            told.setdefault(f"{outcome}; {note}" if note else outcome, []).append(f"`{method}`")
+        lines += [f"| {client} | {', '.join(names)} | {said} |" for said, names in told.items()]
     return "\n".join(lines)
 
 
