@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
-ROW = re.compile(r"^\| \[[^]]*\]\(([\w.]+\.md)\)", re.MULTILINE)
+ENTRY = re.compile(r"^- \[[^]]*\]\(([\w.]+\.md)\)", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -28,7 +28,7 @@ def navigation() -> list[dict[str, Any]]:
     return [
         {"Home": ["README.md", "docs/README.md"]},
         *(
-            {section.partition("\n")[0]: [f"docs/{name}" for name in ROW.findall(section)]}
+            {section.partition("\n")[0]: [f"docs/{name}" for name in ENTRY.findall(section)]}
             for section in sections
         ),
         {"Recipes": recipes},
