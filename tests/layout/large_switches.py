@@ -1,6 +1,6 @@
 """`python -m layout.large_switches`: what one rank of a large cluster computes for its switch.
 
-Prints the rows of docs/layout.md. The plan knows the nodes, of eight ranks each, as in a run.
+Prints a row for each. The plan knows the nodes, of eight ranks each, as in a run.
 """
 
 import time

@@ -1,6 +1,6 @@
 """The switch of models on 64 and 512 ranks: rounds, messages and boxes of a rank, held exactly.
 
-What planning takes is in docs/layout.md.
+`large_switches.py` prints the seconds of planning.
 """
 
 from collections import Counter
