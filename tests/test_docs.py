@@ -16,7 +16,7 @@ PLACES = ("", "hybridrl", "docs", "recipes")
 """What a path in a page may be relative to, besides the page's own folder."""
 MADE = ("my/", "runs/", "DIR/", "RUN/", "path/")
 """What the first folder of a reader's own file is."""
-STEP = re.compile(r"^\| \d+ \| `([\w/.]+)` \| (`.*?) \|", re.MULTILINE)
+STEP = re.compile(r"^\d+\. `([\w/.]+)` (`.*?`): ", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -82,9 +82,9 @@ def test_links_to_headings_lead_to_one(page: Path) -> None:
 
 
 def test_a_reward_is_followed_through_few_files() -> None:
-    """From the key to the value and its metric: the table's files, the yaml and the recipe."""
-    table = ARCHITECTURE.partition("## The life of a reward")[2].partition("\n## ")[0]
-    assert 15 < len({file for file, _ in STEP.findall(table)}) + 2 <= 21
+    """From the key to the value and its metric: the list's files, the yaml and the recipe."""
+    steps = ARCHITECTURE.partition("## The life of a reward")[2].partition("\n## ")[0]
+    assert 15 < len({file for file, _ in STEP.findall(steps)}) + 2 <= 21
 
 
 def test_functions_that_the_architecture_names_exist() -> None:
