@@ -1,6 +1,6 @@
 """Tinker's SDK against the server: each public method works, or is refused by a line that names it.
 
-The table of docs/serve.md is made of `METHODS`.
+The list of docs/serve.md is made of `METHODS`.
 """
 
 import pickle
@@ -383,21 +383,21 @@ def test_a_method_works_or_is_refused_by_a_line_that_names_it(
     assert "\n" not in str(refused.value)
 
 
-def table() -> str:
-    """The table of the page: the methods of each client, by what is said of them."""
-    lines = ["| client | methods | |", "|---|---|---|"]
+def method_list() -> str:
+    """The list of the page: the methods of each client, by what is said of them."""
+    lines: list[str] = []
     for client, methods in METHODS.items():
         told: dict[str, list[str]] = {}
         for method, (_, line, note) in methods.items():
             outcome = "refused" if line else "works"
             told.setdefault(f"{outcome}; {note}" if note else outcome, []).append(f"`{method}`")
-        lines += [f"| {client} | {', '.join(names)} | {said} |" for said, names in told.items()]
+        lines += [f"- {client} {', '.join(names)}: {said}" for said, names in told.items()]
     return "\n".join(lines)
 
 
-def test_the_table_of_the_page_is_made_of_these() -> None:
-    """To make it anew: `python -c 'import test_sdk; print(test_sdk.table())'` in this directory."""
-    assert table() in PAGE.read_text()
+def test_the_list_of_the_page_is_made_of_these() -> None:
+    """To make it anew, here: `python -c 'import test_sdk; print(test_sdk.method_list())'`."""
+    assert method_list() in PAGE.read_text()
 
 
 def test_a_loop_of_a_clients_own(clients: Any, backend: FakeBackend) -> None:
