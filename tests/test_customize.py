@@ -1,4 +1,4 @@
-"""docs/customize.md: each row's key is there, its example composes and changes it, hooks run."""
+"""docs/customize.md: each line's key is there, its example composes and changes it, hooks run."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ from hybridrl.rewards import jail, validate_reward
 
 PAGE = (Path(__file__).parents[1] / "docs/customize.md").read_text()
 FILE = re.compile(r"<!-- file: (.*?) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| ([^|`]+?)(?:,[^|]*)? \| .* \| `([\w.]+)` \| `([^`]+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^- ([^(`,]+?)(?:,[^(]*)? \(`([\w.]+)`\): .*; `([^`]+)`$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
 
 
@@ -65,9 +65,9 @@ def value(config: Any, key: str) -> Any:
     return config
 
 
-def test_every_row_of_the_table_is_read() -> None:
-    table = PAGE[PAGE.index("| hook |") : PAGE.index("Any config group")]
-    assert len(ROWS) == table.strip().count("\n") - 1 > 40
+def test_every_line_of_the_list_is_read() -> None:
+    hooks = PAGE[PAGE.index("Each hook") : PAGE.index("Any config group")]
+    assert len(ROWS) == hooks.count("\n- ") > 40
 
 
 @pytest.mark.parametrize(("hook", "key", "example"), ROWS, ids=[row[0] for row in ROWS])

@@ -22,9 +22,9 @@ from hybridrl.preflight.judges import check_rows
 from hybridrl.preflight.prepare import build_recipe
 
 ROOT = Path(__file__).parents[2]
-TABLE = re.compile(r"^\| (.+?) \| `(\{.*?\})` \| `(recipe=.*?)` \|$", re.MULTILINE)
+FORM = re.compile(r"^- (.+?): `(\{.*?\})` by `(recipe=.*?)`$", re.MULTILINE)
 FORMS = {form: (json.loads(row), line)
-         for form, row, line in TABLE.findall((ROOT / "docs/data.md").read_text())}  # fmt: skip
+         for form, row, line in FORM.findall((ROOT / "docs/data.md").read_text())}  # fmt: skip
 CHAT = (
     "{% if tools %}<tools>{{ tools[0].function.name }}<eos>\n{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
