@@ -2,7 +2,7 @@
 
 `make bench-placement`. The same model for actor, reference and critic, random weights, so that
 every response is as long as it may be. Two ranks of one thread in both placements, 1 + 1 under
-split. "Placement" in docs/driver.md explains the figures.
+split. "Placement" in docs/driver.md has the placements.
 """
 
 import argparse
