@@ -377,6 +377,9 @@ class Async(SchedulePolicy):
 
     def take(self) -> list[int]:
         """The step's batch is trained on."""
+        if self._batch == self._continued_at:
+            # A checkpoint may be so late that its samples have tokens of the newest weights.
+            self.schedule.loop.run_on(lambda: not self._pushing)
         positions = self._round
         self._record(positions)
         return positions

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from async_cases import CASES, NUM_EVALUATED, make, of_id, run_case
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from separate_executor import Latencies, SeparateExecutor
 
@@ -255,7 +255,16 @@ REPLAYED = {
     "lengths": st.lists(st.integers(2, 20), min_size=1, max_size=9),
 }  # fmt: skip
 replayed_cases = given(**(CASES | REPLAYED))
-test_steps_are_replayed_from_checkpoints = settings(max_examples=50)(replayed_cases(check_replayed))
+# A checkpoint whose samples are complete, with tokens of weights that have still to be pushed.
+late_checkpoint = example(
+    staleness=1, seed=251, lengths=[2], replays={0, 1}, num_instances=1, decode_steps=2, k=1,
+    prompts=3, held=3, kind="own", judges=False, early=False, rewards=[0.0], finishes=["stop"],
+    hangs=[False], turns=0, late=Latencies(push=1.0, load=0.0, update=0.1), steps=3,
+    resumes=set(), pauses=set(), saves=set(), evaluations=set(),
+)  # fmt: skip
+test_steps_are_replayed_from_checkpoints = settings(max_examples=50)(
+    late_checkpoint(replayed_cases(check_replayed))
+)
 
 
 def check_times(seed, resumes, **case):
