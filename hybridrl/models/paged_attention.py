@@ -265,7 +265,8 @@ class PagedGroup:
     Their tokens are `start : start + rows * queries` of the row; `positions` [rows, queries] those
     of the queries, `keys` is what they attend to: the longest sequence's, see `KVCache.keys`.
     `pages` [2, rows, kv_heads, pages] are those of their blocks (`KVCache.pages`), block 0 as
-    padding; a decode group on CPU has a `workspace` in their place.
+    padding; a decode group on CPU has a `workspace` in their place. Sequences that are `whole` have
+    all their tokens among the queries, from the first on.
     """
 
     start: int
@@ -275,6 +276,7 @@ class PagedGroup:
     positions: torch.Tensor
     pages: torch.Tensor | None = None
     workspace: Workspace | None = None
+    whole: bool = False
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor:
@@ -307,13 +309,16 @@ class PagedGroup:
         """
         tokens, heads, head_dim = query.shape
         rows, queries, kv_heads = self.rows, self.queries, new.shape[2]
+        plain = softcap is None and sinks is None
+        if self.whole and plain and (window is None or window >= queries):
+            return self._attend_new(query, new, scaling)
         if self.workspace is None:
             assert self.pages is not None
             gathered = cache.gather(layer, self.pages)
             keys, values = gathered[:, :, :, : self.keys].flatten(1, 2)
         else:
             keys, values = self.workspace.fetch(layer, new)
-        if softcap is not None or sinks is not None:
+        if not plain:
             keys, values = (x.unflatten(0, (rows, kv_heads)) for x in (keys, values))
             return attend_scores(query, keys, self, scaling, window, values, softcap, sinks)
         shared = heads // kv_heads
@@ -336,6 +341,22 @@ class PagedGroup:
         )
         out = out.view(rows, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(tokens, heads, head_dim)
+
+    def _attend_new(self, query: torch.Tensor, new: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of whole sequences to their own tokens: without a mask, half of it is skipped.
+
+        Padding is behind a row's tokens, so none of these attends to it.
+        """
+        keys, values = new.unflatten(0, (self.rows, self.queries)).transpose(1, 3).unbind(2)
+        out = functional.scaled_dot_product_attention(
+            query.unflatten(0, (self.rows, self.queries)).transpose(1, 2),
+            keys,
+            values,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] > new.shape[2],
+        )
+        return out.transpose(1, 2).reshape(query.shape)
 
 
 @dataclass(slots=True)
