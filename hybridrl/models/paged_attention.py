@@ -347,16 +347,16 @@ class PagedGroup:
 
         Padding is behind a row's tokens, so none of these attends to it.
         """
-        keys, values = new.unflatten(0, (self.rows, self.queries)).transpose(1, 3).unbind(2)
-        out = functional.scaled_dot_product_attention(
-            query.unflatten(0, (self.rows, self.queries)).transpose(1, 2),
-            keys,
-            values,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] > new.shape[2],
+        query, keys, values = (
+            x.unflatten(0, (self.rows, self.queries)).transpose(1, 2)
+            for x in (query, *new.unbind(1))
         )
-        return out.transpose(1, 2).reshape(query.shape)
+        if (shared := query.shape[1] // keys.shape[1]) > 1:
+            keys, values = (x.repeat_interleave(shared, 1) for x in (keys, values))
+        out = functional.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=scaling
+        )
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(slots=True)
