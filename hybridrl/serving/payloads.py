@@ -31,6 +31,10 @@ Body = Mapping[str, Any]
 
 MOST_SAMPLES = 4096
 """Responses to one prompt in a request."""
+TEMPERATURES = 1e-4, 1e4
+"""Least and most but for 0: logits that are divided by it stay numbers in float32."""
+MOST_SECONDS = 100 * 366 * 24 * 3600
+"""Until a checkpoint expires: a hundred years."""
 WORDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 WORDS |= {list: "a list", dict: "an object"}
 
@@ -132,7 +136,6 @@ def read_optim_step(body: Body, model: str) -> OptimStep:
     if "optimizer_params" in body:
         check_optimizer(body, "optimizer_params")
     params = required(body, "adam_params", dict)
-    clip = optional(params, "grad_clip_norm", float) or 0.0
     return OptimStep(
         model,
         lr=number(params, "learning_rate", 1e-4),
@@ -140,7 +143,7 @@ def read_optim_step(body: Body, model: str) -> OptimStep:
         beta2=number(params, "beta2", 0.95, below=1),
         eps=number(params, "eps", 1e-12),
         weight_decay=number(params, "weight_decay", 0.0),
-        clip=number({"grad_clip_norm": max(0.0, clip)}, "grad_clip_norm", 0.0),
+        clip=number(params, "grad_clip_norm", 0.0),
     )
 
 
@@ -172,7 +175,7 @@ def read_save_for_sampler(body: Body, model: str) -> Save:
 
 
 def _ttl(body: Body) -> float | None:
-    seconds = integer(body, "ttl_seconds", None, 1, 1 << 40)
+    seconds = integer(body, "ttl_seconds", None, 1, MOST_SECONDS)
     return None if seconds is None else float(seconds)
 
 
@@ -189,7 +192,7 @@ def read_prompt(body: Body, info: ServedModel) -> Int32:
             raise Refused("prompt: an image or audio, wanted text alone")
         ids += _integers(chunk, "tokens")
     if not 0 < len(ids) <= info.max_tokens:
-        raise Refused(f"prompt: {len(ids)} tokens, wanted 1 to {info.max_tokens}")
+        raise Refused(f"prompt: {len(ids)} tokens, wanted {info.lengths}")
     return tokens_of(np.asarray(ids), "prompt", info.vocab)
 
 
@@ -203,6 +206,9 @@ def _integers(body: Body, key: str) -> list[int]:
 def read_settings(body: Body, vocab: int) -> SampleSettings:
     """The `sampling_params` of a body. Raises Refused."""
     temperature, top_p = number(body, "temperature", 1.0), number(body, "top_p", 1.0)
+    least, most = TEMPERATURES
+    if temperature and not least <= temperature <= most:
+        raise Refused(f"temperature={temperature}: wanted 0, or {least:g} to {most:g}")
     if not 0 < top_p <= 1:
         raise Refused(f"top_p={top_p}: wanted above 0, at most 1")
     stop = body.get("stop")
@@ -211,6 +217,8 @@ def read_settings(body: Body, vocab: int) -> SampleSettings:
     tokens = tuple(entry for entry in stops if type(entry) is int and 0 <= entry < vocab)
     if not isinstance(stop, str | list | None) or len(texts) + len(tokens) != len(stops):
         raise Refused(f"stop={stop!r:.60}: wanted texts or token ids, 0 to {vocab - 1}")
+    if not all(map(_encodes, texts)):
+        raise Refused(f"stop={stop!r:.60}: wanted texts that UTF-8 has")
     return SampleSettings(
         integer(body, "max_tokens", None, 1, 1 << 31),
         temperature,
@@ -221,6 +229,15 @@ def read_settings(body: Body, vocab: int) -> SampleSettings:
         texts,
         eos=stop is None,
     )
+
+
+def _encodes(text: str) -> bool:
+    """Whether a text of JSON has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +289,7 @@ def read_sampling(
     fits = most <= room
     if not fits and not (scored and most == 1):
         told = f"the prompt's {len(prompt)} tokens and max_tokens={most}"
-        raise Refused(f"{told}: wanted at most {info.max_tokens} together")
+        raise Refused(f"{told}: wanted together {info.lengths}")
     topk, topk_sampled = (
         _number_likeliest(body, name, info)
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
@@ -312,7 +329,7 @@ def _read_named(
         return None, None
     name, layout = "target_prompt_logprobs", None
     shape = _integers(tensor, "shape")
-    if len(shape) != 2 or shape[0] != length - 1:
+    if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1:
         raise Refused(f"{name}: shape {shape}, wanted [{length - 1}, K]")
     check_cells([shape])
     ids = np.asarray(_integers(tensor, "data"), DTYPES[2])

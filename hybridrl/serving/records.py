@@ -21,6 +21,7 @@ from hybridrl.serving.requests import (
 from hybridrl.serving.routes import LARGEST_SEQ, Api
 from hybridrl.serving.sessions import Unknown
 
+LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 1
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -174,4 +175,5 @@ def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
+    seconds = min(seconds, LATEST)  # of a file that somebody has changed
     return datetime.fromtimestamp(seconds, UTC).isoformat()

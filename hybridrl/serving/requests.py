@@ -328,6 +328,12 @@ class ServedModel:
     sampler_scores: bool = True
     most_models: int | None = None
 
+    @property
+    def lengths(self) -> str:
+        """What is wanted of a length, in words, with the keys that set it."""
+        keys = "data.max_prompt_tokens plus rollout.max_new_tokens of the server"
+        return f"1 to {self.max_tokens} ({keys}, and its model's context)"
+
 
 class ServeBackend(Protocol):
     """What runs the requests.

@@ -145,7 +145,7 @@ class Api:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and tell an error as one line of JSON."""
-        key = request.headers.get("X-API-Key", "").encode()
+        key = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")
         try:
             if not hmac.compare_digest(key, self._key):
                 raise Unknown(401, "X-API-Key: not the key of this server (TINKER_API_KEY)")

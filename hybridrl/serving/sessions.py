@@ -130,9 +130,16 @@ class Sessions:
         return model
 
     def add_sampler(self, session: Session, number: int, weights: str | None) -> ClientSampler:
-        """The sampler with a client's number, which is made once."""
+        """The sampler with a client's number, which is made once.
+
+        Raises Refused for a number that is there with other weights.
+        """
         sampler_id = f"{session.id}:sample:{number}"
-        return session.samplers.setdefault(sampler_id, ClientSampler(sampler_id, number, weights))
+        sampler = ClientSampler(sampler_id, number, weights)
+        known = session.samplers.setdefault(sampler_id, sampler)
+        if known.weights != weights:
+            raise Refused(f"sampling_session_seq_id={number}: it has the weights {known.weights}")
+        return known
 
     def end(self, session: Session, reason: str) -> list[str]:
         """End a session; returns the names of the models that it leaves."""

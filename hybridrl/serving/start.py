@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, compose, stored_run
+from hybridrl.models.context import context_tokens
+from hybridrl.models.load import load_config
 from hybridrl.preflight.settings import composed_run, own_run_dir
 from hybridrl.serving.loop import ServeLoop
 from hybridrl.serving.server import KEY_FILE, Server, in_thread, listener, read_key
@@ -61,6 +63,10 @@ NEEDLESS = {
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
 USED = {"data.max_prompt_tokens", "telemetry.loggers", "telemetry.project"}
+LENGTHS = {"data.max_prompt_tokens", "rollout.max_new_tokens"}
+"""What bounds a request: a prompt with its response has at most as many tokens as both together."""
+MOST_TOKENS = 8192
+"""A prompt with its response, where neither is set."""
 OWN_FOLDER = "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"
 
 
@@ -81,8 +87,8 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
     Raises ConfigError before a process starts, and later the errors of ranks.
     """
     check_overrides(overrides)
-    # the last one wins
-    config = composed_run([OWN_FOLDER, *overrides], new=not _continues_a_server(overrides))
+    own = [OWN_FOLDER, *_lengths(overrides), *overrides]  # the last one wins
+    config = composed_run(own, new=not _continues_a_server(overrides))
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(config))
@@ -91,6 +97,22 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
         bound = stack.enter_context(closing(listener(config.serve)))
         backend = ServeLoop.start(config)
         yield stack.enter_context(in_thread(config.serve, backend, key, bound))
+
+
+def _lengths(overrides: Sequence[str]) -> list[str]:
+    """Where overrides set no length: all that the model's context has place for, within a bound.
+
+    The default data set has prompts of a few tokens, which say nothing about those of clients.
+    """
+    if LENGTHS & {override.lstrip("+~").partition("=")[0] for override in overrides}:
+        return []
+    compose.register()
+    config = stored_run.composed_run([OWN_FOLDER, *overrides], writes=False)
+    path, context = config.model.path, config.model.tiny.max_positions
+    if path is not None:
+        context = context_tokens(load_config(path))
+    longest = min(MOST_TOKENS, context - 1)
+    return [f"data.max_prompt_tokens={max(1, longest - config.longest_response)}"]
 
 
 def _continues_a_server(overrides: Sequence[str]) -> bool:

@@ -241,7 +241,12 @@ def read_forward_backward(request: Any, info: ServedModel) -> ForwardBackward:
     for name, value in request.loss_fn_config_v2.items():
         if value.HasField("text"):
             raise Refused(f"loss_fn_config: {name}={value.text!r:.60}, wanted a number")
+        if not value.HasField("number"):
+            raise Refused(f"loss_fn_config: {name} without a value, wanted a number")
         settings[name] = value.number
+    for name, number in settings.items():
+        if not math.isfinite(number):
+            raise Refused(f"loss_fn_config: {name}={number}, wanted a finite number")
     if not request.data:
         raise Refused("data: empty, wanted one datum or more")
     check_cells(tensor.shape for datum in request.data for tensor in datum.loss_fn_inputs.values())
@@ -261,7 +266,7 @@ def _read_datum(datum: Any, name: str, info: ServedModel) -> Datum:
     ]
     tokens = np.concatenate([np.empty(0, np.int32), *chunks])
     if not 0 < len(tokens) <= info.max_tokens:
-        raise Refused(f"{name}: {len(tokens)} tokens, wanted 1 to {info.max_tokens}")
+        raise Refused(f"{name}: {len(tokens)} tokens, wanted {info.lengths}")
     arrays = {
         key: read_tensor(tensor, f"{name}.{key}")
         for key, tensor in sorted(datum.loss_fn_inputs.items())

@@ -17,7 +17,7 @@ from serve_backends import INFO, FakeBackend
 from yarl import URL
 
 from hybridrl.config import ConfigError, ServeConfig
-from hybridrl.serving import wire
+from hybridrl.serving import payloads, wire
 from hybridrl.serving.requests import (
     Checkpoint,
     CheckpointPath,
@@ -237,8 +237,53 @@ def test_the_wrong_key_and_no_key_are_refused() -> None:
                 assert (status, got["detail"].partition(":")[0]) == (401, "X-API-Key")
             client.http.headers.clear()
             assert (await client.get("sessions"))[0] == 401
+            reading, writing = await asyncio.open_connection(
+                "127.0.0.1", URL(client.server.url).port
+            )
+            writing.write(b"GET /api/v1/sessions HTTP/1.1\r\nHost: x\r\nX-API-Key: \xff\r\n\r\n")
+            assert b"401" in await reading.readline()
+            writing.close()
 
     run(story)
+
+
+def test_a_number_of_a_sampler_stands_for_one_path() -> None:
+    async def story() -> None:
+        async with served(FakeBackend()) as client:
+            await client.begin()
+            sampler = await client.sampler(3)
+            assert await client.sampler(3) == sampler
+            body = {"model_id": client.model, "seq_id": 1, "sampling_session_seq_id": 3}
+            saved = await client.answer(await client.post("save_weights_for_sampler", body))
+            assert saved["error"] == "sampling_session_seq_id=3: it has the weights None"
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "line"),
+    [
+        (
+            payloads.read_optim_step,
+            {"adam_params": {"grad_clip_norm": -1}},
+            "grad_clip_norm=-1.0: wanted 0 or more",
+        ),
+        (
+            payloads.read_optim_step,
+            {"adam_params": {"grad_clip_norm": math.nan}},
+            "grad_clip_norm=nan: wanted 0 or more",
+        ),
+        (
+            payloads.read_save_for_sampler,
+            {"path": "a", "ttl_seconds": 1 << 40},
+            "ttl_seconds=1099511627776: wanted 1 to 3162240000",
+        ),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(read: Any, body: Any, line: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read(body, "m")
+    assert str(refused.value) == line
 
 
 def test_a_session_that_finishes_frees_its_models_behind_what_runs() -> None:
@@ -498,6 +543,9 @@ def test_a_model_that_cannot_be_is_refused(facts: dict[str, Any], line: str) -> 
         ({"sampling_params": {"max_tokens": 62}}, "the prompt's 3 tokens and max_tokens=62"),
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0: wanted above 0"),
         ({"sampling_params": {"temperature": -1}}, "temperature=-1.0: wanted 0 or more"),
+        ({"sampling_params": {"temperature": 1e39}}, "temperature=1e+39: wanted 0, or 0.0001 to"),
+        ({"sampling_params": {"temperature": 1e-46}}, "temperature=1e-46: wanted 0, or 0.0001"),
+        ({"sampling_params": {"stop": ["\ud800"]}}, "stop=['\\ud800']: wanted texts that UTF-8"),
         ({"sampling_params": {"stop": [1.5]}}, "stop=[1.5]: wanted texts or token ids"),
         ({"sampling_params": {"stop": [32]}}, "stop=[32]: wanted texts or token ids, 0 to 31"),
         ({"sampling_params": {"top_p": 10**400}}, "top_p=10000000000000000000...: wanted a number"),
@@ -508,6 +556,10 @@ def test_a_model_that_cannot_be_is_refused(facts: dict[str, Any], line: str) -> 
         (
             {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
             "target_prompt_logprobs: shape [1, 1], wanted [2, K]",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [2, 0]}},
+            "target_prompt_logprobs: shape [2, 0], wanted [2, K]",
         ),
     ],
 )
@@ -595,7 +647,7 @@ def test_a_prompt_that_fills_the_context_is_scored() -> None:
             scores = np.frombuffer(response.prompt_logprobs, np.float32)
             assert np.isnan(scores).tolist() == [True] * 62 + [False] * 2
             failed = await client.answer(await client.sample(sampler, 1, **whole))
-            assert "wanted at most 64 together" in failed["error"]
+            assert "wanted together 1 to 64 (data.max_prompt_tokens plus" in failed["error"]
 
     run(story)
 

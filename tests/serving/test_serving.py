@@ -75,6 +75,33 @@ def test_a_directory_of_the_user_s_is_where_the_server_writes(
     assert re.fullmatch(expected, *started)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.tiny.max_positions=10000"], 8192),
+        (["model.tiny.max_positions=2048"], 2047),
+        (["rollout.max_new_tokens=50"], 66),
+        (["data.max_prompt_tokens=50", "model.tiny.max_positions=2048"], 74),
+    ],
+)
+def test_a_request_is_as_long_as_the_model_s_context_if_no_length_is_set(
+    overrides: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of the default data set, of 16 tokens, are not those of clients."""
+
+    class Started(Exception):
+        pass
+
+    def start(config: Any) -> None:
+        raise Started(config.longest_generated)
+
+    monkeypatch.setattr("hybridrl.serving.start.ServeLoop.start", start)
+    plain = [setting for setting in TINY if not setting.startswith(("data.", "rollout."))]
+    own = [*plain, *overrides, f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(Started, match=f"^{expected}$"), serving(own):
+        pass
+
+
 @pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_another_address_than_loopback_is_warned_about(
     caplog: pytest.LogCaptureFixture, host: str, is_told: bool

@@ -143,7 +143,7 @@ def test_samples_are_read_by_the_sdk() -> None:
         (lambda: datum(np.arange(0), target_tokens=tensor(np.arange(0))), "0 tokens, wanted 1"),
         (
             lambda: datum(np.arange(101), target_tokens=tensor(np.arange(101))),
-            "101 tokens, wanted 1 to 100",
+            r"101 tokens, wanted 1 to 100 \(data.max_prompt_tokens plus",
         ),
         (
             lambda: datum(np.arange(3), target_tokens=tensor(np.arange(2))),

@@ -409,7 +409,8 @@ def _prefill_inputs(
                 keys=cache.keys(max(job.stop for job in jobs)),
                 positions=sent["positions"][start : start + rows * width].view(rows, width),
                 pages=cache.pages(sent[f"table {number}"]),
-                whole=all(job.start == 0 for job in jobs),
+                # The memory plan of a GPU counts masks: preempted samples may need them.
+                whole=device.type == "cpu" and all(job.start == 0 for job in jobs),
             )
         )
         start += rows * width
