@@ -184,7 +184,8 @@ def _draw_kept(
     """
     inside, ids = kept >= 0, kept.clamp(min=0)
     ends = weights.gather(-1, ids).where(inside, 0.0).cumsum(-1, dtype=torch.float64)
-    place = _first_above(ends, uniforms[:, None] * ends[:, -1:])
+    last = ends[:, -1:]
+    place = _first_above(ends, uniforms[:, None] * last, last)
     tokens = ids.gather(-1, place.clamp(max=ids.shape[1] - 1))
     total = of_model.gather(-1, ids).where(inside, 0.0).sum(-1, True, dtype=torch.float64)
     return tokens, total
@@ -265,24 +266,27 @@ def _ends(weights: torch.Tensor) -> torch.Tensor:
 def _invert(weights: torch.Tensor, ends: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token [rows, 1] whose cumulative weight exceeds the uniform's share of the total.
 
-    In two levels, chunk and token, so that the float64 sums of a large vocabulary are cheap.
+    In two levels, chunk and token, so that the float64 sums of a large vocabulary are cheap. Of
+    weights that are no numbers it is the last one, whose log-probability tells.
     """
-    target = uniforms[:, None] * ends[:, -1:]
-    index = _first_above(ends, target)
+    total = ends[:, -1:]
+    target = uniforms[:, None] * total
+    index = _first_above(ends, target, total)
     vocab = weights.shape[-1]
     if vocab <= _CHUNK:
-        return index
+        return index.clamp_(max=vocab - 1)
     before = ends.gather(-1, (index - 1).clamp(min=0)).where(index > 0, 0.0)
     ids = index * _CHUNK + torch.arange(_CHUNK, device=weights.device)
     inside = weights.gather(-1, ids.clamp(max=vocab - 1)).where(ids < vocab, 0.0)
-    token = _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
-    return index * _CHUNK + token
+    ends = inside.cumsum(-1, dtype=torch.float64)
+    token = _first_above(ends, target - before, ends[:, -1:])
+    return (index * _CHUNK + token).clamp_(max=vocab - 1)
 
 
-def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _first_above(ends: torch.Tensor, target: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """The first index [rows, 1] where `ends` [rows, n] exceeds `target` [rows, 1].
 
-    Rounding may put the target at the last end. It is clamped below that, so that the weight at the
-    index is positive.
+    Rounding may put the target at the `last` end. It is clamped below that, so that the weight at
+    the index is positive. Among ends that are no numbers, as of a model that has diverged, it is n.
     """
-    return torch.searchsorted(ends, target.minimum(ends[:, -1:] * (1 - 2.0**-52)), right=True)
+    return torch.searchsorted(ends, target.minimum(last * (1 - 2.0**-52)), right=True)

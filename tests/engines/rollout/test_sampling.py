@@ -133,3 +133,18 @@ def test_greedy() -> None:
     )
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).max(-1).values)
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 773])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.8)])
+def test_a_model_that_has_diverged_ends_no_other_row(vocab: int, top_k: int, top_p: float) -> None:
+    """Its row has a token of the vocabulary, whose log-probability is no number."""
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)
+    alone, log_probs, *_ = sample(logits[::2], uniforms[::2], batch_of(2, vocab, 1.0, top_k, top_p))
+    logits[1] = torch.nan
+    tokens, scores, *_ = sample(logits, uniforms, batch_of(3, vocab, 1.0, top_k, top_p))
+    assert torch.equal(tokens[::2], alone)
+    assert torch.equal(scores[::2], log_probs)
+    assert 0 <= int(tokens[1]) < vocab
+    assert scores[1].isnan()
