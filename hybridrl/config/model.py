@@ -108,7 +108,7 @@ class ModelConfig:
     """Shape of the model that is made when there is no path."""
 
     def check(self) -> None:
-        """Raise ConfigError for an empty path, heads that do not divide, too few experts."""
+        """Raise ConfigError for an empty path or a tiny model of sizes that do not fit together."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
@@ -121,8 +121,12 @@ class ModelConfig:
         if experts and self.tiny.experts_per_token > experts:
             allowed = f"at most model.tiny.num_experts={experts}"
             raise ConfigError("model.tiny.experts_per_token", self.tiny.experts_per_token, allowed)
-        if experts and self.tiny.attention_interval > 1:
-            allowed = f"0 with model.tiny.attention_interval={self.tiny.attention_interval}"
+        interval = self.tiny.attention_interval
+        if interval > self.tiny.num_layers:
+            allowed = f"at most model.tiny.num_layers={self.tiny.num_layers}"
+            raise ConfigError("model.tiny.attention_interval", interval, allowed)
+        if experts and interval > 1:
+            allowed = f"0 with model.tiny.attention_interval={interval}"
             raise ConfigError("model.tiny.num_experts", experts, allowed)
         for key, default in (("num_experts", 0), ("attention_interval", 1)):
             value, layers = getattr(self.tiny, key), self.tiny.vision_layers

@@ -25,6 +25,7 @@ _AT_MOST = {
     "n_group": 2,
     "topk_group": 1,
     "sliding_window": WINDOW,
+    "index_topk": WINDOW,  # tokens that sparse attention chooses
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
     # Gated DeltaNet, Kimi Delta Attention and Mamba.

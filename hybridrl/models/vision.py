@@ -10,6 +10,8 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from hybridrl.models.images import (
     image_config,
     tower_features,
 )
+from hybridrl.models.quantized import dequantized
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 _PREFIXES = ("model.visual.", "visual.")
@@ -193,20 +196,50 @@ def image_reader(path: str) -> ImageReader:
     return ImageReader(path)
 
 
-def _read_tower(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def check_tower(path: str) -> None:
+    """Raise ValueError or OSError for a directory whose frozen tower could not be read.
+
+    No tensor is read. Ranks fetch a hub's model and check it as they read it.
+    """
+    if Path(path).is_dir():
+        with ExitStack() as files:
+            _tower_slices(path, _meta_tower(path), files)
+
+
+def _meta_tower(path: str) -> PreTrainedModel:
     whole: Any = whole_model(path)
     model: PreTrainedModel = whole.model.visual
-    model.set_attn_implementation("sdpa")  # not causal, as packed rows' is
-    tensors = {}
+    return model
+
+
+def _tower_slices(path: str, model: PreTrainedModel, files: ExitStack) -> dict[str, Any]:
+    """The slices of the tower's tensors by their names in `model`, which are complete."""
+    opened: dict[Path, Any] = {}
+    stored = {}
     for name, file in weight_files(path).items():
         for prefix in _PREFIXES:
             if name.startswith(prefix):
-                with open_file(file) as opened:
-                    tensors[name.removeprefix(prefix)] = opened.get_tensor(name).to(dtype)
-    if missing := sorted(set(model.state_dict()) - set(tensors)):
+                if file not in opened:
+                    opened[file] = files.enter_context(open_file(file))
+                stored[name.removeprefix(prefix)] = opened[file].get_slice(name)
+    stored, wanted = dequantized(stored, path), model.state_dict()
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise ValueError(f"{path}: the image tower lacks {first_few(missing)}")
-    if others := sorted(set(tensors) - set(model.state_dict())):  # such as scales of a quantization
+    if others := sorted(stored.keys() - wanted.keys()):
         raise ValueError(f"{path}: the image tower has no {first_few(others)}, which its files do")
+    for name, tensor in wanted.items():
+        if (shape := list(stored[name].get_shape())) != list(tensor.shape):
+            allowed = f"{path}: the image tower's {name} has the shape {shape}"
+            raise ValueError(f"{allowed}, wanted {list(tensor.shape)}")
+    return stored
+
+
+def _read_tower(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    model = _meta_tower(path)
+    model.set_attn_implementation("sdpa")  # not causal, as packed rows' is
+    with ExitStack() as files:
+        slices = _tower_slices(path, model, files)
+        tensors = {name: tensor[...].to(dtype) for name, tensor in slices.items()}
     model.load_state_dict(tensors, assign=True)
     fill_buffers(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)

@@ -25,6 +25,23 @@ def most_pads(shape: "PretrainedConfig", items: Iterable[Item]) -> int:
     return max((x.prompt_ids.count(shape.image_pads[0]) for x in items if x.images), default=0)
 
 
+def check_tower_files(config: Config, path: str, items: Iterable[Item]) -> None:
+    """Raise ConfigError where `items` have images and the frozen tower at `path` cannot be read.
+
+    A tower that trains is checked with the model's other weights.
+    """
+    from hybridrl.models.vision import check_tower
+
+    if not config.cluster.holds_models or config.model.vision is Vision.train:
+        return
+    if any(item.images for item in items):
+        try:
+            check_tower(path)
+        except (OSError, ValueError) as error:
+            allowed = f"a model whose image tower can be read ({error})"
+            raise ConfigError("model.path", path, allowed) from None
+
+
 def check_images(
     config: Config,
     graph: Graph,

@@ -47,7 +47,7 @@ from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.images import check_images, most_pads
+from hybridrl.preflight.images import check_images, check_tower_files, most_pads
 from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -155,6 +155,7 @@ def prepare(
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
     check_images(config, graph, shape, data.train, items)
+    check_tower_files(config, model_path, items)
     check_rows(config, graph, items)
     trials = {}
     if config.cluster.holds_models:

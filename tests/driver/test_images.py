@@ -1,5 +1,6 @@
 """Whole runs on prompts with pictures: samples move, are parked and resumed as text is."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ import pytest
 import torch
 from image_checkpoints import open_whole
 from resumed_runs import check_same, ended
+from safetensors.torch import load_file, save_file
 
 from hybridrl.config import ConfigError
 from hybridrl.preflight.images import check_images
-from hybridrl.preflight.prepare import build_recipe
+from hybridrl.preflight.prepare import build_recipe, prepare
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -50,6 +52,19 @@ def test_engines_agree_and_the_tower_stays(whole_run: Any) -> None:
     after = open_whole(whole_run.dir / "final").state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "language_model" in name or "lm_head" in name}
+
+
+def test_a_bad_tower_is_one_line_before_a_process_starts(
+    whole_run: Any, small: list[str], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = shutil.copytree(whole_run.dir / "start", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.visual.merger.linear_fc1.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    settings = [x for x in small if not x.startswith(("model", "warm_start"))]
+    config = make_config(*settings, f"model.path={path}", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"^model.path=.* the image tower lacks merger.linear_fc"):
+        prepare(config)
 
 
 @pytest.mark.layouts

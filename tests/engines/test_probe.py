@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     CohereConfig,
     DeepseekV3Config,
     FuyuConfig,
@@ -156,6 +157,8 @@ def test_small_models_keep_what_makes_a_family() -> None:
     assert windows.sliding_window < 11  # shorter than the longest sequences
     groups = shrink(Glm4MoeConfig(n_group=8, topk_group=4, n_routed_experts=256))
     assert groups.n_routed_experts % groups.n_group == 0
+    sparse = shrink(AutoConfig.for_model("glm_moe_dsa"))
+    assert sparse.index_topk < 11  # attention chooses among the tokens of the longest sequences
     assert big.num_hidden_layers == 48
 
 

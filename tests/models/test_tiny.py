@@ -87,3 +87,6 @@ def test_a_small_hybrid(tmp_path: Path) -> None:
     config = ModelConfig(tiny=replace(SMALL, attention_interval=2, num_experts=4))
     with pytest.raises(ConfigError, match=r"num_experts=4: wanted 0 with model.tiny.attention_int"):
         config.check()
+    config = ModelConfig(tiny=replace(SMALL, num_layers=3, attention_interval=4))
+    with pytest.raises(ConfigError, match=r"attention_interval=4: wanted at most .*num_layers=3"):
+        config.check()

@@ -1,6 +1,7 @@
 """Prompts with images in the native engine: tokens are transformers', whatever moves a sample."""
 
 import copy
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from hybridrl.models.load import load_config
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.shard import GenParallel, instance_layout
 from hybridrl.models.stored_weights import StoredWeights
-from hybridrl.models.vision import VisionTower, vision_tower
+from hybridrl.models.vision import VisionTower, check_tower, vision_tower
 
 NEW, SAMPLES = 10, 2
 PADS = [TOKENS["image_token_id"], TOKENS["video_token_id"]]
@@ -286,6 +287,35 @@ def test_tensors_that_the_tower_lacks_are_refused(models: Models, tmp_path: Path
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"tower has no merger.linear_fc1.weight_scale, which"):
         VisionTower(str(path), torch.float32, torch.device("cpu"))
+
+
+def test_a_bad_tower_is_told_before_it_is_read(models: Models, tmp_path: Path) -> None:
+    path = shutil.copytree(models("qwen3_vl").path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    weight = tensors.pop("model.visual.merger.linear_fc1.weight")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"tower lacks merger.linear_fc1.weight$"):
+        check_tower(str(path))
+    tensors["model.visual.merger.linear_fc1.weight"] = weight[1:].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"merger.linear_fc1.weight has the shape .*, wanted"):
+        check_tower(str(path))
+
+
+def test_a_frozen_tower_in_float8_is_dequantized(models: Models, tmp_path: Path) -> None:
+    path = shutil.copytree(models("qwen3_vl").path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.visual.merger.linear_fc1.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    expected = tensors[name].float() * 0.5
+    tensors[f"{name}_scale_inv"] = torch.full([-(-n // 128) for n in expected.shape], 0.5)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps(config))
+    tower = VisionTower(str(path), torch.float32, torch.device("cpu"))
+    weight = tower._model.get_parameter("merger.linear_fc1.weight")
+    assert torch.equal(weight, expected)
 
 
 def test_later_tokens_at_their_numbers_are_wrong(
