@@ -74,7 +74,7 @@ def check_recurrent_numbers(config: Config, model: Any) -> None:
     if not num_recurrent(model):
         return
     if config.cluster.device is Device.cuda:
-        allowed = f"cpu: {_of(model)} whose states no plan of a GPU's memory counts"
+        allowed = f"cpu: {_of(model)} which have run on CPUs alone"
         raise ConfigError("cluster.device", config.cluster.device.value, allowed)
     dtype = config.model.compute_dtype
     if dtype is DType.bfloat16 and release_of(version("torch")) < (2, 12):

@@ -175,6 +175,11 @@ def test_draws_are_keyed_by_the_clients_numbers(loop: ServeLoop) -> None:
     assert tokens[0] == tokens[1]
     assert tokens[0][0] != tokens[0][1]
     assert tokens[0] != tokens[2]
+    for one in clients[:2]:  # in one batch, where equal keys are of different samples
+        one.requests = 0
+    asked = [one.request(None, TOKENS[:2], 2, max_tokens=8) for one in clients[:2]]
+    at_once: list[Any] = clients[0].ask(*asked)
+    assert [[s.tokens.tolist() for s in one.sequences] for one in at_once] == tokens[:2]
     clients[2].requests = 5
     seeded = [one.sample(None, TOKENS[:2], 2, max_tokens=8, seed=5) for one in clients]
     assert len({str([s.tokens.tolist() for s in one.sequences]) for one in seeded}) == 1

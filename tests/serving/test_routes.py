@@ -247,6 +247,16 @@ def test_the_wrong_key_and_no_key_are_refused() -> None:
     run(story)
 
 
+def test_a_client_is_told_what_differs_when_it_begins() -> None:
+    async def story() -> None:
+        async with served(FakeBackend()) as client:
+            assert (await client.post("client/config", {}))[1]["pjwt_auth_enabled"] is False
+            _, got = await client.post("create_session", {"tags": [], "sdk_version": "0"})
+            assert "are not on the unembedding" in got["warning_message"]
+
+    run(story)
+
+
 def test_a_number_of_a_sampler_stands_for_one_path() -> None:
     async def story() -> None:
         async with served(FakeBackend()) as client:
