@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +54,33 @@ class SdkProgram:
     """A process of one of the programs of `sdk_program.py`, in an environment with Tinker's SDK."""
 
     def __init__(self, name: str, served: Served, python: str | Path = sys.executable) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(python), str(Path(__file__).with_name("sdk_program.py")), name],
             env={**os.environ, **served.exported, "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,  # a pipe that nobody reads may fill
             text=True,
         )
+
+    @property
+    def errors(self) -> str:
+        """What it has written to standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
 
     def line(self) -> str:
         """The next line that it prints. Raises AssertionError where there is none."""
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise AssertionError(self.process.communicate())
+            self.process.wait()
+            raise AssertionError(self.errors)
         return line.strip()
 
     def ended(self) -> Any:
         """Wait for its end; what the program has ended with."""
-        output, errors = self.process.communicate(timeout=600)
-        assert self.process.returncode == 0, errors
+        output, _ = self.process.communicate(timeout=600)
+        assert self.process.returncode == 0, self.errors
         return json.loads(output.splitlines()[-1])
 
     def kill(self) -> None:

@@ -2,12 +2,14 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from served_command import SdkProgram, Served
 
@@ -15,6 +17,7 @@ import hybridrl
 from hybridrl.config import ConfigError, ServeConfig
 from hybridrl.serving.server import listener
 from hybridrl.serving.start import check_overrides, serving
+from hybridrl.system import activity
 from hybridrl.telemetry.rundata import load
 
 TINY = [
@@ -155,6 +158,36 @@ def test_a_client_that_is_killed_in_a_batch_leaves_nothing(served: Served, run_d
     finally:
         for program in (killed, other):
             program.kill()
+
+
+@pytest.mark.tinker
+@pytest.mark.parametrize("kills_rank", [False, True])
+def test_a_server_that_ends_amid_calls_leaves_nothing(tmp_path: Path, kills_rank: bool) -> None:
+    """By SIGTERM, or since a rank dies: it tells so in a line, and a client's calls fail."""
+    pytest.importorskip("tinker")
+    ranks = [setting for setting in TINY if setting != "cluster.ranks=1"]
+    served = Served(tmp_path / "run", *ranks, "cluster.ranks=2")
+    client = SdkProgram("endless", served)
+    try:
+        client.line()  # there is a batch of which the first is done
+        group = set(psutil.Process(served.process.pid).children(recursive=True))
+        if kills_rank:
+            rank = activity.read(tmp_path / "run" / activity.FOLDER / "00001")
+            assert rank is not None
+            os.kill(rank.pid, signal.SIGKILL)
+            _, errors = served.process.communicate(timeout=120)
+            code = served.process.returncode
+        else:
+            code, errors = served.end()
+        assert code == int(kills_rank)
+        assert "Traceback" not in errors
+        assert ("rank 1 of 2" in errors) == kills_rank
+        assert not psutil.wait_procs(group, timeout=30)[1]
+        assert client.process.wait(timeout=120) != 0
+        assert ("rank 1 of 2" if kills_rank else "the server ends") in client.errors
+    finally:
+        served.kill()
+        client.kill()
 
 
 MOST_STEPS = 10_000
