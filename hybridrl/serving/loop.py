@@ -175,6 +175,8 @@ class Turns:
             self.leaving.popleft()[1].set_result(Completed())
             return True
         since = dict(self._since)
+        if not self.snapshots.has_room:  # those that are here go on, until one has been answered
+            since = {version: at for version, at in since.items() if self.snapshots[version].here}
         asked = [x.since for x in (*self.training, *self.unscored)]
         if asked:
             since[TRAIN] = max(min(asked), self._left_training)

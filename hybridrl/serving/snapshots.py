@@ -93,9 +93,14 @@ class Snapshots:
             if self._by_version[self._version_of[path]].folder is None:
                 self.detach(path)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another one can come: some place is free, or one has no open request."""
+        return sum(one.here and one.open > 0 for one in self._by_version.values()) < self.most
+
     def check_room(self, coming: str | None) -> None:
         """Raise Refused where no snapshot can make room for another: all have open requests."""
-        if sum(one.here and one.open > 0 for one in self._by_version.values()) >= self.most:
+        if not self.has_room:
             raise Refused(
                 f"{coming or 'the base model'}: no room for its snapshot, all that"
                 f" serve.snapshots={self.most} keeps have open requests; ask again after these"
