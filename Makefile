@@ -305,11 +305,11 @@ bench-roofline: $(BIN)/.dev  ## predicted decode steps and GRPO phases on H100s,
 	@$(KEEP) roofline scripts/bench/roofline.py $(ARGS)
 
 bench-serve: $(BIN)/.core .cache/tinker/bin/.installed  ## GRPO by a client of `hybridrl serve` against `hybridrl train`, in tokens per second
-	@$(KEEP) serve scripts/bench/serve.py --python .cache/tinker/bin/python $(ARGS)
+	@$(KEEP) serve scripts/bench/serve.py $(ARGS)
 
 # SkyRL's server wants Python 3.12, in an environment of its own: docs/serve.md says how it is made.
 bench-serve-skyrl: $(BIN)/.core .cache/tinker-0.25/bin/.installed  ## `hybridrl serve` against SkyRL's server, in tokens per second (ARGS=--skyrl=PYTHON)
-	@$(KEEP) serve-skyrl scripts/bench/serve_skyrl.py --python .cache/tinker-0.25/bin/python $(ARGS)
+	@$(KEEP) serve-skyrl scripts/bench/serve_skyrl.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(KEEP) vllm scripts/bench/vllm_engine.py $(ARGS)

@@ -8,7 +8,6 @@ same starting weights, prompts, draws, ranks and optimizer, and so the same resp
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +19,7 @@ from tasks import TASKS
 
 HERE = Path(__file__).parent
 WARM_UP = 2
+SDK = ".cache/tinker/bin/python"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lora", type=int, nargs="+", default=[8, 0], help="0: all weights")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
-    parser.add_argument("--python", default=sys.executable, help="one that has Tinker's SDK")
+    parser.add_argument("--python", default=SDK, help="one that has Tinker's SDK")
     args = parser.parse_args(argv)
     model = TASKS["short"].model(args.cache)
     for lora in args.lora:

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print a line for samples and one for GRPO."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skyrl", default=".cache/skyrl/bin/python", help="one that has SkyRL")
-    parser.add_argument("--python", default=sys.executable, help="one that has Tinker's SDK 0.25")
+    parser.add_argument(
+        "--python", default=".cache/tinker-0.25/bin/python", help="one that has Tinker's SDK 0.25"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--prompts", type=int, default=32, help="of a step; 8 samples each")
