@@ -11,7 +11,6 @@ takes the mean of a loss over tokens and data, where ours has the sum that Tinke
 
 import argparse
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from serve import HERE, WARM_UP, compared
 from tasks import TASKS
 
 VERSION = "0.4.0"
+SDK = ".cache/tinker-0.25/bin/python"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
