@@ -45,6 +45,7 @@ from hybridrl.serving.requests import (
     Expire,
     Refused,
     SampleRequest,
+    Save,
     ServedModel,
     ServerFailed,
     Unload,
@@ -177,26 +178,34 @@ class Turns:
         since = dict(self._since)
         if not self.snapshots.has_room:  # those that are here go on, until one has been answered
             since = {version: at for version, at in since.items() if self.snapshots[version].here}
-        asked = [x.since for x in (*self.training, *self.unscored)]
-        if asked:
-            since[TRAIN] = max(min(asked), self._left_training)
+        first = self._first_of_training()
+        if first is not None:
+            since[TRAIN] = max(first.since, self._left_training)
         if not since:
             return False
         place = next_place(self.place, since, self._now(), self._settings.patience_s)
         if place != self.place:
             try:
-                self._enter(place)
+                self._enter(place, first)
             except Refused as refused:
                 self._refuse(self.waiting.pop(place), refused)  # none of them has begun
                 return True
-        if place == TRAIN and self._scores_next():
-            self._score(self.unscored.next())
-        elif place == TRAIN:
-            self._train(self.training[0])
-            self.training.popleft()  # a request whose run raises is still here, to be failed
-        else:
+        if place != TRAIN:
             self._generate(self.snapshots[place])
+        elif isinstance(first, Ticket):
+            self._train(first)
+            self.training.remove(first)  # a request whose run raises is still here, to be failed
+        elif first is not None:
+            self._score(self.unscored.with_it(first))
         return True
+
+    def _first_of_training(self) -> Ticket | OpenSampling | None:
+        """What has waited longest for TRAIN, of what brings no snapshot or has room for it."""
+        has_room = self.snapshots.has_room
+        tickets = (x for x in self.training if has_room or not _brings_snapshot(x.request))
+        prompts = (x for x in self.unscored if has_room or x.snapshot.here)
+        first = [*itertools.islice(tickets, 1), *itertools.islice(prompts, 1)]
+        return min(first, key=lambda one: one.since, default=None)
 
     def _is_lost(self, snapshot: Snapshot) -> bool:
         """Whether the files of a snapshot are gone."""
@@ -204,10 +213,11 @@ class Turns:
             return False
         return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
 
-    def _enter(self, place: int) -> None:
-        """Bring the ranks to another place; what is left there waits from now on.
+    def _enter(self, place: int, first: Ticket | OpenSampling | None) -> None:
+        """Bring the ranks to another place, in TRAIN for the `first` there.
 
-        Raises Refused for a snapshot that cannot be read.
+        What is left at the old one waits from now on. Raises Refused for a snapshot that cannot be
+        read.
         """
         left, now = self.place, self._now()
         if place != TRAIN and not self.snapshots[place].here:
@@ -220,21 +230,18 @@ class Turns:
             self.ranks.ask(ServingWorker.train)
         else:
             self.ranks.ask(ServingWorker.generate_with, place)
-        self.history.switched(self._model_at(place))
         self.place = place
-
-    def _model_at(self, place: int) -> str | None:
-        """The model that work at a place is for; None: the base."""
-        if place == TRAIN and not self._scores_next():
-            return self.training[0].request.model
-        snapshot = self.unscored.first.snapshot if place == TRAIN else self.snapshots[place]
-        return snapshot.model
+        if isinstance(first, Ticket) and place == TRAIN:
+            model: str | None = first.request.model
+        else:
+            snapshot = self.snapshots[place] if first is None or place != TRAIN else first.snapshot
+            model = snapshot.model
+        self.history.switched(model)
 
     def _read(self, snapshot: Snapshot) -> None:
         """Have the ranks read a snapshot, which they do in TRAIN."""
         if self._is_lost(snapshot):
             raise Refused(f"{snapshot.path}: the checkpoint has been deleted or replaced")
-        self.snapshots.check_room(snapshot.path)
         if self.place != TRAIN:
             self.ranks.ask(ServingWorker.train)
             self.place = TRAIN
@@ -251,12 +258,6 @@ class Turns:
             self.clients.drop_snapshots()  # an unloaded model's
             self.history.trained(ticket.request, answer, begun - ticket.since)
             ticket.future.set_result(answer)
-
-    def _scores_next(self) -> bool:
-        """Whether the request that has waited longest for TRAIN is one of `unscored`."""
-        if not (self.unscored and self.training):
-            return bool(self.unscored)
-        return self.unscored.first.since < self.training[0].since
 
     def _score(self, requests: list[OpenSampling]) -> None:
         """Score the prompts of requests for one snapshot, which then wait for it to generate."""
@@ -461,6 +462,11 @@ class ServeLoop:
         if not future.done():
             line = self.failure.result() if self.failure.done() else "the server has ended"
             future.set_exception(ServerFailed(line))
+
+
+def _brings_snapshot(request: ModelRequest) -> bool:
+    """Whether the ranks keep a snapshot more after a request."""
+    return isinstance(request, Save) and request.kind == "sampler_weights"
 
 
 @contextmanager

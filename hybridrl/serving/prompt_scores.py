@@ -39,18 +39,13 @@ class PromptScoring:
         """Take requests out, whether they are scored or refused."""
         self._waiting = deque(one for one in self._waiting if one not in requests)
 
-    @property
-    def first(self) -> OpenSampling:
-        """The request that has waited longest."""
-        return self._waiting[0]
-
-    def next(self) -> list[OpenSampling]:
-        """The requests that one call scores: the first, and with it those that fit.
+    def with_it(self, first: OpenSampling) -> list[OpenSampling]:
+        """The requests that one call scores: the `first`, and with it those that fit.
 
         They are for one snapshot and name tokens all or none, since every position of a call has as
         many targets as the widest. With more targets than `TARGETS_A_CALL` the first is alone.
         """
-        alike = [one for one in self._waiting if _kind(one) == _kind(self.first)]
+        alike = [one for one in self._waiting if _kind(one) == _kind(first)]
         lengths = accumulate(len(one.request.prompt) for one in alike)
         widths = accumulate((_num_targets(one.request) for one in alike), max)
         most = TARGETS_A_CALL * self._clients.ranks.size
@@ -60,7 +55,7 @@ class PromptScoring:
     def score(self, requests: list[OpenSampling]) -> None:
         """Score prompts with the snapshot of all these requests, which the ranks have."""
         data = [_datum(one.request) for one in requests]
-        scores = self._clients.score(self.first.snapshot.version, data)
+        scores = self._clients.score(requests[0].snapshot.version, data)
         for one, own in zip(requests, scores, strict=True):
             one.prompt = _scores(one.request, own)
 

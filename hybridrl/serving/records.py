@@ -16,6 +16,7 @@ from hybridrl.serving.requests import (
     CheckpointPath,
     Delete,
     Expire,
+    Refused,
     check_model_name,
 )
 from hybridrl.serving.routes import LARGEST_SEQ, Api
@@ -148,7 +149,12 @@ def _path_of(request: web.Request) -> str:
 
 def _page(request: web.Request, entries: Sequence[Any]) -> tuple[Sequence[Any], dict[str, int]]:
     """The entries that a query asks for by `limit` and `offset`, and where they are."""
-    query = {key: int(value) for key, value in request.query.items() if value.isdecimal()}
+    query = {}
+    for key in {"limit", "offset"} & request.query.keys():
+        try:
+            query[key] = int(request.query[key])
+        except ValueError:
+            raise Refused(f"{key}={request.query[key]:.60}: wanted an integer") from None
     offset = integer(query, "offset", 0, 0, LARGEST_SEQ) or 0
     limit = integer(query, "limit", 100, 0, LARGEST_SEQ) or 0
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}

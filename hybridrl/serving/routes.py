@@ -274,11 +274,16 @@ class Api:
         return _promise(request_id, model_id=model_id)
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
+        body = b""
         try:
-            message = wire.parse("ForwardBackwardRequest", await self.body(request))
-        except TooLarge as error:
-            model_id, seq = wire.numbers_of(error.beginning)
-            return self._take_turn(model_id, seq, refuser(Refused(str(error))))
+            body = await self.body(request)
+            message = wire.parse("ForwardBackwardRequest", body)
+        except (TooLarge, Refused) as error:
+            beginning = error.beginning if isinstance(error, TooLarge) else body
+            numbers = wire.numbers_of(beginning)
+            if numbers is None:
+                raise
+            return self._take_turn(*numbers, refuser(Refused(str(error))))
 
         # Read before its turn: a body is not kept as bytes, and a refusal costs no other request.
         try:

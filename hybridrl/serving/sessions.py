@@ -143,7 +143,7 @@ class Sessions:
 
     def end(self, session: Session, reason: str) -> list[str]:
         """End a session; returns the names of the models that it leaves."""
-        session.ended = reason
+        session.ended, session.facts = reason, {}
         names = list(session.models)
         for model in session.models.values():
             model.order.end(f"session {session.id}: {reason}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.serving.requests import CheckpointPath, Refused
+from hybridrl.serving.requests import CheckpointPath
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Snapshots by path, at most `most` of them on the ranks: see `check_room`.
+    """Snapshots by path, at most `most` of them on the ranks: another comes where it `has_room`.
 
     Invariant: a snapshot that `dropped` gives has no open request and is not here any more; one
     that cannot be read again is forgotten with it, and its path is among the `gone`.
@@ -98,19 +98,11 @@ class Snapshots:
         """Whether another one can come: some place is free, or one has no open request."""
         return sum(one.here and one.open > 0 for one in self._by_version.values()) < self.most
 
-    def check_room(self, coming: str | None) -> None:
-        """Raise Refused where no snapshot can make room for another: all have open requests."""
-        if not self.has_room:
-            raise Refused(
-                f"{coming or 'the base model'}: no room for its snapshot, all that"
-                f" serve.snapshots={self.most} keeps have open requests; ask again after these"
-            )
-
     def dropped(self, coming: int = 0) -> Iterator[Snapshot]:
         """The snapshots to drop from the ranks: those without a path, then those beyond `most`.
 
         Of these the ones go first that can be read again. There is room for so many `coming` ones
-        afterwards, after `check_room`.
+        afterwards, where it `has_room`.
         """
         idle = [one for one in self._by_version.values() if one.here and not one.open]
         replaced = [one for one in idle if self._version_of.get(one.path) != one.version]

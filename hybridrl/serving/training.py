@@ -140,8 +140,6 @@ class ClientTraining:
         model = self._model(request.model)
         path = CheckpointPath.parse(f"tinker://{request.model}/{request.kind}/{request.name}")
         samples = request.kind == "sampler_weights"
-        if samples:
-            self.snapshots.check_room(str(path))  # before there is a file
         if request.files:
             self._write(request, path, model.steps)
             self.snapshots.detach(str(path))  # which may have been read from older files

@@ -135,19 +135,22 @@ def parse(name: str, body: bytes) -> Any:
         raise Refused(f"the body is no {name} ({error})") from error
 
 
-def numbers_of(body: bytes) -> tuple[str, int]:
+def numbers_of(body: bytes) -> tuple[str, int] | None:
     """The model and the number of a ForwardBackwardRequest, from its first bytes.
 
-    The fields stand in the order of their numbers, so the beginning of a body that is too large
-    tells whose number it takes. Raises Refused where it does not.
+    The fields stand in the order of their numbers, so the beginning of a body that is too large, or
+    broken further on, tells whose number it takes. None where it does not.
     """
     if body[:1] == b"\x0a" and len(body) > 2 and body[1] < 128:  # a text of up to 127 bytes
         rest = body[2 + body[1] :]
         if rest[:1] == b"\x10":
             last = next((i for i, byte in enumerate(rest[1:11], 2) if byte < 128), 0)
-            head = parse("ForwardBackwardRequest", body[: 2 + body[1] + last])
+            try:
+                head = parse("ForwardBackwardRequest", body[: 2 + body[1] + last])
+            except Refused:
+                return None
             return head.model_id, head.seq_id
-    raise Refused("the body is too large, and does not begin with its model and number")
+    return None
 
 
 @dataclass(frozen=True, slots=True)

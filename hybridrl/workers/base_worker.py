@@ -503,8 +503,9 @@ class StepProfile:
 
 
 def _log_file() -> str:
-    """The file that this process's standard error goes to; empty where that is not known."""
+    """The file that this process's standard error goes to; empty where it goes to none."""
     try:
-        return os.readlink("/proc/self/fd/2")
+        path = os.readlink("/proc/self/fd/2")
     except OSError:
         return ""
+    return path if os.path.isfile(path) else ""  # a pipe, a terminal

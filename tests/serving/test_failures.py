@@ -30,6 +30,7 @@ from hybridrl.serving.requests import (
     Samples,
     SampleSettings,
     Save,
+    Saved,
     Unload,
 )
 from hybridrl.serving.server import in_thread, listener
@@ -192,7 +193,7 @@ def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
 
 
 def test_snapshots_are_never_more_than_the_bound(tmp_path: Path) -> None:
-    """One goes before another comes. Where none can go a sample waits, and a save is refused."""
+    """One goes before another comes. Where none can go a sample and a save wait."""
     ranks, here, peaks = FakeRanks(), set[int](), list[int]()
 
     def comes(version: int, _: object) -> str:
@@ -212,9 +213,7 @@ def test_snapshots_are_never_more_than_the_bound(tmp_path: Path) -> None:
     saved = taken(turns, Save("a", "w", "sampler_weights"))
     for _ in range(20):
         turns.work()
-    line = r"no room for its snapshot, all that serve\.snapshots=2 keeps have open requests"
-    with pytest.raises(Refused, match=f"^{paths[0][:-1]}w: {line}"):
-        saved.result(0)
+    assert not saved.done()
     assert not futures[1].done()
     assert ranks.called("read_snapshot") == read
     assert not (tmp_path / "models" / "a" / "sampler_weights" / "w").exists()
@@ -223,9 +222,37 @@ def test_snapshots_are_never_more_than_the_bound(tmp_path: Path) -> None:
         pass
     assert all(isinstance(future.result(0), Samples) for future in futures)
     assert len(ranks.called("read_snapshot")) == len(read) + 1
-    answered(turns, Save("a", "w", "sampler_weights"))
+    assert isinstance(saved.result(0), Saved)
     assert isinstance(answered(turns, sampled(paths[1], 2)), Samples)
     assert max(peaks) == 2
+
+
+def test_work_that_brings_no_snapshot_runs_while_others_wait_for_room(tmp_path: Path) -> None:
+    """Training of another model, and a prompt of a snapshot that is here, go first."""
+    ranks = FakeRanks()
+    served = replace(SERVED, sampler_scores=False)
+    turns = with_model(ranks, tmp_path, served=served, snapshots=1, patience_s=0)
+    answered(turns, CreateModel("b"))
+    for name in "xy":
+        answered(turns, Save("a", name, "sampler_weights"))
+    ranks.draws = False
+    here, other = (f"tinker://a/sampler_weights/{name}" for name in "yx")
+    begun = taken(turns, sampled(here))
+    turns.work()
+    saved = taken(turns, Save("a", "z", "sampler_weights"))
+    scored = [replace(sampled(path, 1), prompt_logprobs=True) for path in (other, here)]
+    waits, prompt = (taken(turns, request) for request in scored)
+    gradient = taken(turns, replace(GRADIENT, model="b"))
+    for _ in range(20):
+        turns.work()
+    assert gradient.result(0)
+    assert not any(future.done() for future in (begun, saved, waits, prompt))
+    assert [model for model, _ in ranks.called("add_gradient")] == [2, "b"]
+    ranks.draws = True
+    while turns.work():
+        pass
+    assert isinstance(saved.result(0), Saved)
+    assert all(isinstance(one.result(0), Samples) for one in (begun, waits, prompt))
 
 
 def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:

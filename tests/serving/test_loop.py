@@ -211,6 +211,34 @@ def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.Monke
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-6)
 
 
+def test_a_request_joins_the_batch_that_decodes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes while others of its snapshot decode costs no call of the ranks of its own."""
+    loop, path, draw = client.loop, client.save("joined"), ServingWorker.draw
+    rows, asked, second = list[int](), list[int](), Future[Any]()
+    requests = [
+        client.request(path, TOKENS[:2], 2, max_tokens=n, seed=4, eos=False) for n in (12, 4)
+    ]
+
+    @wraps(draw)  # with its dispatch
+    def counted(self: ServingWorker, *args: Any) -> Any:
+        before = self.generator.engine.stats().decode_tokens
+        reply = draw(self, *args)
+        rows.append(self.generator.engine.stats().decode_tokens - before)
+        if not asked:
+            asked.append(len(rows))
+            loop._inbox.put((requests[1], second))
+        return reply
+
+    _draw_in_short_calls(monkeypatch)
+    monkeypatch.setattr(ServingWorker, "draw", counted)
+    (first,) = client.ask(requests[0])
+    assert [len(one.tokens) for one in first.sequences] == [12, 12]
+    assert [len(one.tokens) for one in second.result(0).sequences] == [4, 4]
+    assert rows == [4, 8, 8, 4, 4, 4]  # of two steps each, as many calls as the first alone
+
+
 def _draw_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a call of the ranks make two decode steps."""
     draw = ClientSampling.draw

@@ -168,11 +168,16 @@ def test_a_refused_request_takes_its_number() -> None:
             head = wire.MESSAGES["ForwardBackwardRequest"](model_id=client.model, seq_id=3)
             large = head.SerializeToString() + bytes(3 << 20)
             wrong.append((await client.post("forward_backward", large), "serve.largest_body"))
-            body = {"model_id": client.model, "seq_id": 4, "path": "../name"}
+            head = wire.MESSAGES["ForwardBackwardRequest"](model_id=client.model, seq_id=4)
+            broken = head.SerializeToString() + b"\x1a\xff"
+            line = "the body is no ForwardBackwardRequest"
+            wrong.append((await client.post("forward_backward", broken), line))
+            assert (await client.post("forward_backward", broken[1:]))[0] == 400  # nobody's number
+            body = {"model_id": client.model, "seq_id": 5, "path": "../name"}
             wrong.append((await client.post("save_weights", body), "path='../name'"))
-            outside = await client.forward_backward(5, token=32)
+            outside = await client.forward_backward(6, token=32)
             wrong.append((outside, "data[0].model_input: token 32, wanted 0 to 31"))
-            right = await client.step(6)
+            right = await client.step(7)
             assert await client.answer(right) == {"type": "optim_step", "metrics": {"lr": 0.5}}
             for promise, line in wrong:
                 failed = await client.answer(promise)
@@ -243,6 +248,19 @@ def test_the_wrong_key_and_no_key_are_refused() -> None:
             writing.write(b"GET /api/v1/sessions HTTP/1.1\r\nHost: x\r\nX-API-Key: \xff\r\n\r\n")
             assert b"401" in await reading.readline()
             writing.close()
+
+    run(story)
+
+
+def test_a_page_is_asked_for_by_numbers() -> None:
+    async def story() -> None:
+        async with served(FakeBackend()) as client:
+            await client.begin()
+            assert (await client.get("sessions?limit=1"))[1] == {"sessions": [client.session]}
+            for query, wanted in {"limit=-1": "0 to", "limit=x": "an int", "offset=": "an"}.items():
+                status, got = await client.get(f"sessions?{query}")
+                assert status == 400
+                assert got["detail"].startswith(f"{query}: wanted {wanted}")
 
     run(story)
 

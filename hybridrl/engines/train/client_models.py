@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 
 from hybridrl.engines.train.adamw import local_shard
 from hybridrl.engines.train.engine import TrainEngine
@@ -186,7 +185,7 @@ class ClientModels:
                 own = {key: local_shard(x).to("cpu", copy=True) for key, x in moments.items()}
                 state.moments.append(own)
             gradient, parameter.grad = parameter.grad, None
-            state.gradients.append(None if gradient is None else _in_memory(gradient, "cpu"))
+            state.gradients.append(None if gradient is None else gradient.to("cpu"))
         return state
 
     @torch.no_grad()
@@ -201,8 +200,7 @@ class ClientModels:
         if engine.optimizer.state:
             self._put_moments(parameters, state)
         for parameter, gradient in zip(parameters, state.gradients, strict=True):
-            own = None if gradient is None else _in_memory(gradient, parameter.device)
-            parameter.grad = own
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         engine.version = state.version
 
     def _put_moments(self, parameters: list[torch.nn.Parameter], state: ModelState) -> None:
@@ -232,14 +230,3 @@ class ClientModels:
         add_adapters(model, engine.lora, seed, frozen=frozen, device=cpu)
         named = model.named_parameters()
         engine.take_weights((plain_name(name), p) for name, p in named if p.requires_grad)
-
-
-def _in_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor with its shard in the memory of `device`; among the ranks it is spread as before.
-
-    `DTensor.to` and `DTensor.from_local` keep a shard on the device of the ranks' mesh.
-    """
-    shard = local_shard(tensor).to(device)
-    if not isinstance(tensor, DTensor):
-        return shard
-    return DTensor(shard, tensor._spec, requires_grad=False)
