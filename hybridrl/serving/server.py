@@ -24,6 +24,8 @@ from hybridrl.telemetry.watch import is_loopback, listen
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_S = 10
+"""Seconds between the signs of life of Tinker's SDK."""
 KEY_FILE = "api_key"
 GRACE_S = 5.0
 """Seconds that answers under way have at the end of the server."""
@@ -125,6 +127,9 @@ class Server:
 
     async def _end_silent_clients(self) -> None:
         idle_s = self._settings.idle_s
+        if idle_s < 2 * HEARTBEAT_S:
+            told = f"clients give a sign of life every {HEARTBEAT_S} s, and may lose their models"
+            logger.warning("serve.idle_s=%g: %s", idle_s, told)
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
             self.api.end_silent(idle_s)

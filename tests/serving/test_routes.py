@@ -252,6 +252,19 @@ def test_the_wrong_key_and_no_key_are_refused() -> None:
     run(story)
 
 
+@pytest.mark.parametrize("idle_s", [5.0, 20.0])
+def test_fewer_seconds_than_clients_need_are_told(
+    idle_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with served(FakeBackend(), idle_s=idle_s):
+            pass
+
+    run(story)
+    told = "serve.idle_s=5: clients give a sign of life every 10 s, and may lose their models"
+    assert [record.getMessage() for record in caplog.records] == [told] * (idle_s < 20)
+
+
 def test_a_page_is_asked_for_by_numbers() -> None:
     async def story() -> None:
         async with served(FakeBackend()) as client:
