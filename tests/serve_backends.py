@@ -46,6 +46,8 @@ def score(tokens: np.ndarray) -> np.ndarray:
 class FakeBackend:
     """Answers by formulas of tokens. `gate` holds samples back while it is clear.
 
+    `metrics` are those of a step, beside its learning rate.
+
     A loss `wrong` is refused, a loss `broken` kills the server, a loss `bug` is one of ours.
     """
 
@@ -53,6 +55,7 @@ class FakeBackend:
     asked: list[ClientRequest] = field(default_factory=list)
     files: dict[str, Checkpoint] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
+    metrics: dict[str, float] = field(default_factory=dict)
     closed: bool = False
     failure: "Future[str]" = field(default_factory=Future)
 
@@ -72,7 +75,7 @@ class FakeBackend:
             case ForwardBackward():
                 return self._outputs(request)
             case OptimStep():
-                return Stepped({"lr": request.lr})
+                return Stepped({"lr": request.lr, **self.metrics})
             case Save():
                 return self._save(request)
             case LoadModel(path=path):

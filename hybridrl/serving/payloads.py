@@ -70,6 +70,8 @@ def integer(body: Body, key: str, default: int | None, least: int, most: int) ->
 
 def number(body: Body, key: str, default: float, *, below: float = math.inf) -> float:
     """A number of 0 or more. Raises Refused."""
+    if key in body and body[key] is None:
+        raise Refused(f"{key}=null: wanted a number, and the SDK writes one that is none so")
     value = optional(body, key, float)
     if value is not None and not 0 <= value < below:
         wanted = "0 or more" if below == math.inf else f"0 to below {below:g}"

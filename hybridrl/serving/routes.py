@@ -8,6 +8,7 @@ an HTTP error would leave a gap that the next request waits behind.
 import hmac
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
@@ -316,7 +317,7 @@ class Api:
     def _reply(self, asked: ClientRequest, answer: Any, body: payloads.Body) -> dict[str, Any]:
         """The fields of an answer in JSON."""
         if isinstance(answer, Stepped):
-            return {"metrics": answer.metrics}
+            return {"metrics": {key: _readable(x) for key, x in answer.metrics.items()}}
         model_id = required(body, "model_id", str)
         if isinstance(answer, Saved):
             number = optional(body, "sampling_session_seq_id", int)
@@ -414,6 +415,11 @@ READERS: Mapping[str, Callable[[payloads.Body, str, int, ServedModel], ClientReq
     "load_weights": lambda body, model, seq, info: payloads.read_load_into(body, model, info),
 }
 """The routes of a model's requests in JSON, and how each is read."""
+
+
+def _readable(value: float) -> float | str:
+    """A number as JSON has it, which lacks those that are not finite; the SDK reads their names."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _promise(request_id: str, **facts: Any) -> web.Response:

@@ -3,6 +3,7 @@
 The list of docs/serve.md is made of `METHODS`.
 """
 
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -398,6 +399,18 @@ def method_list() -> str:
 def test_the_list_of_the_page_is_made_of_these() -> None:
     """To make it anew, here: `python -c 'import test_sdk; print(test_sdk.method_list())'`."""
     assert method_list() in PAGE.read_text()
+
+
+def test_numbers_that_are_not_finite(clients: Any, backend: FakeBackend) -> None:
+    """Those of an answer arrive; the SDK writes null for one that a client sends."""
+    backend.metrics = {"grad_norm": math.nan, "largest": math.inf}
+    metrics = clients.training.optim_step(types.AdamParams()).result().metrics
+    assert math.isnan(metrics["grad_norm"])
+    assert metrics["largest"] == math.inf
+    for key in ("learning_rate", "beta2"):
+        step = clients.training.optim_step(types.AdamParams(**{key: math.nan}))
+        with pytest.raises(tinker.TinkerError, match=f"{key}=null: wanted a number"):
+            step.result()
 
 
 def test_a_loop_of_a_clients_own(clients: Any, backend: FakeBackend) -> None:
