@@ -394,6 +394,7 @@ class Api:
             with self.sessions.polling(request_id.partition(":")[0]):
                 status, reply = await self.futures.fetch(request_id)
         except KeyError:
+            self.sessions.check_known(request_id.partition(":")[0])
             raise Unknown(404, f"request {request_id:.80}: unknown, or fetched long ago") from None
         if isinstance(reply, bytes):
             return web.Response(body=reply, content_type=PROTOBUF)

@@ -79,15 +79,19 @@ class Sessions:
 
     def get(self, session_id: str) -> Session:
         """An open session, which thereby has given a sign of life. Raises Unknown."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise Unknown(
-                404, f"session {session_id:.80}: unknown to this server, which may be new"
-            )
+        self.check_known(session_id)
+        session = self._sessions[session_id]
         if session.ended is not None:
             raise Unknown(410, f"session {session_id}: {session.ended}")
         session.seen = self._clock()
         return session
+
+    def check_known(self, session_id: str) -> None:
+        """Raise Unknown for a session that has never been, open or ended."""
+        if session_id not in self._sessions:
+            raise Unknown(
+                404, f"session {session_id:.80}: unknown to this server, which may be new"
+            )
 
     @contextmanager
     def polling(self, session_id: str) -> Iterator[None]:
