@@ -204,8 +204,8 @@ class Turns:
         has_room = self.snapshots.has_room
         tickets = (x for x in self.training if has_room or not _brings_snapshot(x.request))
         prompts = (x for x in self.unscored if has_room or x.snapshot.here)
-        first = [*itertools.islice(tickets, 1), *itertools.islice(prompts, 1)]
-        return min(first, key=lambda one: one.since, default=None)
+        first = next(tickets, None), next(prompts, None)
+        return min((one for one in first if one is not None), key=lambda x: x.since, default=None)
 
     def _is_lost(self, snapshot: Snapshot) -> bool:
         """Whether the files of a snapshot are gone."""
@@ -231,12 +231,12 @@ class Turns:
         else:
             self.ranks.ask(ServingWorker.generate_with, place)
         self.place = place
-        if isinstance(first, Ticket) and place == TRAIN:
-            model: str | None = first.request.model
-        else:
-            snapshot = self.snapshots[place] if first is None or place != TRAIN else first.snapshot
-            model = snapshot.model
-        self.history.switched(model)
+        if place != TRAIN:
+            self.history.switched(self.snapshots[place].model)
+        elif isinstance(first, Ticket):
+            self.history.switched(first.request.model)
+        elif first is not None:
+            self.history.switched(first.snapshot.model)
 
     def _read(self, snapshot: Snapshot) -> None:
         """Have the ranks read a snapshot, which they do in TRAIN."""
