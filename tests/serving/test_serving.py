@@ -184,7 +184,9 @@ def test_a_server_that_ends_amid_calls_leaves_nothing(tmp_path: Path, kills_rank
         assert ("rank 1 of 2" in errors) == kills_rank
         assert not psutil.wait_procs(group, timeout=30)[1]
         assert client.process.wait(timeout=120) != 0
-        assert ("rank 1 of 2" if kills_rank else "the server ends") in client.errors
+        # A busy client may ask again only once the address is closed.
+        told = ["rank 1 of 2"] if kills_rank else ["the server ends", "Connection error"]
+        assert any(line in client.errors for line in told)
     finally:
         served.kill()
         client.kill()
