@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, EmulatedClusterConfig
+from hybridrl.config import (
+    AsyncScheduleConfig,
+    Config,
+    ConfigError,
+    DType,
+    EmulatedClusterConfig,
+)
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.data import Data
 from hybridrl.driver.inputs import basis_of, changed_inputs, data_digests
@@ -18,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 FILE = "versions.jsonl"
 _KEY = "schedule.follow"
+_ROUNDED = (
+    f"{_KEY}: rollout.dtype=%s rounds otherwise in other batches, and the run ends at the first"
+    " token that differs from the record; deterministic=strict, in both runs, has the same bits"
+)
 _MAY_DIFFER = ("schedule.follow", "schedule.new_weights")
 
 
@@ -50,17 +60,36 @@ def check_followed(config: Config) -> None:
         raise ConfigError("environment.replay", False, f"true with {_KEY}")
     if isinstance(config.cluster, EmulatedClusterConfig):
         raise ConfigError(_KEY, folder, "null with cluster=emulated")
-    first, last = config.warm_start_steps + 1, _last_step(lines)
-    if last < (wanted := config.warm_start_steps + config.trainer.steps):
-        allowed = f"a record of steps {first} to {wanted}: this one ends with step {last}"
-        raise ConfigError(_KEY, folder, allowed)
+    _check_record(config, lines, folder)
     recorded = composed_run(overrides_of(folder), writes=False)
     recorded.cluster = config.cluster  # which may be another one
     recorded.resolve_dtypes()
     before, now = settings_of(recorded), settings_of(config)
-    for key in sorted(changed_settings(before, now)):
-        if key not in _MAY_DIFFER:
-            raise ConfigError(key, now[key], f"{before[key]}, as in {folder} ({_KEY})")
+    changed = [key for key in changed_settings(before, now) if key not in _MAY_DIFFER]
+    if changed:
+        # Of all that another recipe or data set brings, its code says best which it is.
+        key, *others = sorted(changed, key=lambda key: (not key.endswith(".target"), key))
+        more = f"; {', '.join(others)} differ, too" if others else ""
+        raise ConfigError(key, now[key], f"{before[key]}, as in {folder} ({_KEY}){more}")
+    if not config.strict and config.rollout.dtype is not DType.float32:
+        logger.warning(_ROUNDED, config.rollout.dtype.value)
+
+
+def _check_record(config: Config, lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Raise ConfigError for a record that is damaged, or has not every step that is to be made."""
+    try:
+        record_from_json(lines, 0)
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(_KEY, folder, f"{FILE} as a run writes it ({told})") from error
+    first = config.warm_start_steps + 1
+    wanted = range(first, first + config.trainer.steps)
+    missing = sorted({*wanted} - {int(line["step"]) for line in lines})
+    if missing:
+        last = _last_step(lines)
+        lacks = f"ends with step {last}" if missing[0] > last else f"lacks step {missing[0]}"
+        allowed = f"a record of steps {first} to {wanted[-1]}: this one {lacks}"
+        raise ConfigError(_KEY, folder, allowed)
 
 
 def check_followed_inputs(config: Config, data: Data) -> None:

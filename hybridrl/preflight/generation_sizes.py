@@ -148,11 +148,10 @@ def scoring_sizes(
     """
     layout = config.rollout.layout
     stages = range(layout.pp) if stage is None else [stage]
-    row = inputs.row(layout, config.ranks_of(pool))
-    sizes = {
-        role: scorer_sizes(config, own or shape, classifier, row, stages)
-        for role, own, classifier in _scorers(config, graph, pool)
-    }
+    sizes: dict[str, ScoringSizes] = {}
+    for role, own, classifier in _scorers(config, graph, pool):
+        row = inputs.row(layout, config.ranks_of(pool))
+        sizes[role] = scorer_sizes(config, own or shape, classifier, row, stages)
     if graph.from_clients and config.rollout.features.shares_weights:
         alone = PackedRow(config.longest_sample, config.longest_sample)  # prompts, one by one
         own = scorer_sizes(config, shape, classifier=False, row=alone, stages=stages)

@@ -71,7 +71,10 @@ def image_sizes(
             samples = -(-samples // graph.group_size) + 1
         return samples * pads
 
-    scored_row = inputs.row(config.rollout.layout, ranks).tokens
+    scored = 0
+    if ranks % config.rollout.layout.ranks == 0:  # else no role is scored here
+        longest = inputs.row(config.rollout.layout, ranks).tokens
+        scored = min(of_batch(config.rollout.layout, 1), longest)
     if layouts is None:
         models = [role for role in graph.learned if role in VALUE_MODELS]
         layouts = [config.value_model_of(role).layout for role in models]
@@ -89,7 +92,7 @@ def image_sizes(
             tower_activations(shape, patches, dtype=dtype, on_cpu=on_cpu) for dtype in formats
         ),
         prefill=(prefill * tower.features + embedded) * rollout.itemsize,
-        scored=of_pad * min(of_batch(config.rollout.layout, 1), scored_row),
+        scored=of_pad * scored,
         # A critic's rows have features, too.
         trained=of_pad * sum(of_batch(own, config.trainer.mini_batches) for own in layouts),
         engine=engine,

@@ -155,6 +155,10 @@ def test_caches_that_were_computed_again_are_in_the_record() -> None:
             r"environment\.replay=False: wanted true with schedule",
         ),
         ("schedule.max_staleness=3", r"schedule\.max_staleness=3: wanted 2, as in"),
+        (
+            "recipe=gspo",
+            r"recipe\.target=\S+gspo: wanted \S+grpo, as in .*; recipe\.clip_high, recipe\.clip",
+        ),
     ],
 )
 def test_another_run_is_refused(
@@ -163,6 +167,45 @@ def test_another_run_is_refused(
     follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
     with pytest.raises(ConfigError, match=error):
         check_followed(make_config("recipe=grpo", *POOL, *follow, *more.split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", r"steps 121 to 122: this one lacks step 121"),
+        ('{"step": 121, "samp', r"steps 121 to 122: this one lacks step 121"),
+        ('{"step": 121, "samples": [[[1]]]}', r"versions\.jsonl as a run writes it \(ValueError: "),
+        ('{"step": 121}', r"versions\.jsonl as a run writes it \(KeyError: 'samples'\)"),
+        (
+            '{"step": 121, "samples": [[[0, "", 0], [[0, null]]]]}',
+            r"versions\.jsonl as a run writes it \(TypeError: ",
+        ),
+    ],
+)
+def test_a_damaged_record_is_refused(
+    make_config: Callable[..., Config], recorded: Path, line: str, told: str
+) -> None:
+    """Before a rank starts, whichever of its lines it is."""
+    file = recorded / "versions.jsonl"
+    file.write_text(f"{line}\n{file.read_text().splitlines()[1]}\n")
+    follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
+    with pytest.raises(ConfigError, match=told) as error:
+        check_followed(make_config("recipe=grpo", *POOL, *follow))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("more", [[], ["deterministic=strict"], ["rollout.dtype=float32"]])
+def test_tokens_that_rounding_may_change_are_told(
+    make_config: Callable[..., Config],
+    recorded: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: list[str],
+) -> None:
+    own = ["recipe=grpo", *POOL, "rollout.dtype=bfloat16", *more]
+    composed_run([*own, "trainer.steps=2", f"run.dir={recorded}"])
+    check_followed(make_config(*own, f"schedule.follow={recorded}", "trainer.steps=2"))
+    told = [record.getMessage() for record in caplog.records]
+    assert any("rollout.dtype=bfloat16 rounds otherwise" in line for line in told) == (not more)
 
 
 def test_other_data_and_code_are_refused(

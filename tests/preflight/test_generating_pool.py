@@ -129,3 +129,16 @@ def test_auto_is_the_batch_of_serial(
     config = prepared(make_config, tiny_run, *run)
     assert isinstance(config.schedule, kind)
     assert not config.schedule.may_be_stale
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "images"), [("tp=2", []), ("pp=2", ["experiment=shapes_tiny"])], ids=["tp", "pp"]
+)
+def test_fewer_ranks_may_train_than_an_instance_has(
+    make_config: Callable[..., Config], tmp_path: Path, layout: str, images: list[str]
+) -> None:
+    """Nothing is scored there, which would need the layout of generation."""
+    ranks = ["cluster=processes", "cluster.ranks=3", "cluster.pools.rollout=2"]
+    own = ["schedule=one_step", "recipe=grpo", "recipe.kl_coef=0", f"rollout.layout.{layout}"]
+    prepare(make_config(*images, *ranks, *own, f"run.dir={tmp_path / 'run'}"))

@@ -402,7 +402,7 @@ def test_the_list_of_the_page_is_made_of_these() -> None:
 
 
 def test_numbers_that_are_not_finite(clients: Any, backend: FakeBackend) -> None:
-    """Those of an answer arrive; the SDK writes null for one that a client sends."""
+    """An answer brings them; the SDK writes null for one that a client sends."""
     backend.metrics = {"grad_norm": math.nan, "largest": math.inf}
     metrics = clients.training.optim_step(types.AdamParams()).result().metrics
     assert math.isnan(metrics["grad_norm"])
