@@ -269,8 +269,26 @@ class Config:
                 raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using, keeps_kv=engine.keeps_kv)
+        self._check_saved_samples()
         least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens
         self.schedule.check_lengths(most if self.rollout.ignore_eos else least, most)
+
+    def _check_saved_samples(self) -> None:
+        """Raise ConfigError where finished samples are to be saved, and would not be taken."""
+        if not self.trainer.save_samples:
+            return
+        kind, engine = self.schedule.kind, self.rollout.engine
+        obstacles = {
+            f"schedule={kind.value}": kind not in (
+                ScheduleKind.auto, ScheduleKind.serial, ScheduleKind.fused
+            ),
+            f"rollout.engine={engine.value}": engine is not Engine.native,
+            f"environment={self.environment.kind.value}": self.environment.is_on,
+        }  # fmt: skip
+        for setting, is_there in obstacles.items():
+            if is_there:
+                allowed = f"false with {setting}"
+                raise ConfigError("trainer.save_samples", True, allowed)
 
     def _check_generating_pool(self) -> None:
         """Raise ConfigError for a schedule or layout that ranks which generate alone exclude."""

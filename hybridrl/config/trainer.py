@@ -157,6 +157,9 @@ class TrainerConfig:
     save_in_background: bool = False
     """Go on with training once a checkpoint's weights are copied to host memory, and write them
     meanwhile. It takes memory for the copies, which stays."""
+    save_samples: bool = False
+    """Write each sample of the step in progress as soon as it is finished, so that a run that
+    resumes at that step takes it. With `schedule=serial` or `fused`, on the native engine."""
     keep_last: int = bounded(2, least=0)
     """Newest checkpoints that are kept, besides the best and the final one."""
     resume: str = "never"
@@ -191,6 +194,9 @@ class TrainerConfig:
         if self.save_in_background and not self.save_every:
             allowed = "false without trainer.save_every: the last checkpoint is waited for"
             raise ConfigError("trainer.save_in_background", True, allowed)
+        if self.save_samples and not self.saves:
+            allowed = "false without checkpoints (trainer.save_every, trainer.resume)"
+            raise ConfigError("trainer.save_samples", True, allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")

@@ -220,6 +220,8 @@ class Checkpoints:
         """Give a checkpoint that is complete its name; `missing` files are told."""
         path = save.path
         folder.replace(folder.hidden(path), path)
+        if self.executor.saved is not None and save.record is not None:
+            self.executor.saved.checkpoint_is_there(save.step)
         self.telemetry.event("checkpoint", step=save.step, path=str(path), **save.event)
         logger.info("wrote %s after step %d", path, save.step)
         for line in missing:

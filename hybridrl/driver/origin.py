@@ -16,7 +16,7 @@ from hybridrl.telemetry.records import parse, plain
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
-    "trainer.save_in_background",
+    "trainer.save_in_background", "trainer.save_samples",
     "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.compile",

@@ -25,16 +25,13 @@ from hybridrl.driver.async_calls import (
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.judges import DriverJudges, JudgeFailures, read_together
-from hybridrl.driver.load_balance import (
-    UNKNOWN_WORK,
-    RankWork,
-    deal,
-)
+from hybridrl.driver.load_balance import UNKNOWN_WORK, RankWork, deal
 from hybridrl.driver.pushes import Pushes
 from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.rank_pool import Pool
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.driver.sample_moves import Homes, SampleMoves, by_rank, once
+from hybridrl.driver.saved_samples import SavedSamples
 from hybridrl.driver.training_calls import TrainingCalls
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
@@ -119,6 +116,7 @@ class RayExecutor:
         self.may_abandon = False
         self.before_update: Callable[[], None] = lambda: None
         self.recorded: RecordedSamples | None = None  # of a replay: fields that are not computed
+        self.saved: SavedSamples | None = None  # of the step in progress
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
@@ -246,6 +244,8 @@ class RayExecutor:
                 assert self.episodes is not None, "a conversation without an environment"
                 longest = command.sampling.max_new_tokens
                 self.episodes.start(command.ids, command.prompt, longest)
+        if self.saved is not None:
+            commands = self.saved.commands(commands, self.version)
         self._rounds.begin(self._advance(instance, commands, num_decode_steps, enough_turns))
 
     def _take_recorded(

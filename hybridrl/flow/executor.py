@@ -14,6 +14,7 @@ from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
 from hybridrl.flow.instance_work import NO_WORK, Work
 from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
+from hybridrl.flow.saved_samples import SavingCommand
 
 ENOUGH_TURNS = 8
 """A call returns once a turn has ended for one in so many of the samples that still decode.
@@ -207,7 +208,7 @@ class CopyTokens:
     ids = ()
 
 
-Command = LoadWeights | FetchWeights | Submit | Park | Resume | Answer | CopyTokens
+Command = LoadWeights | FetchWeights | Submit | Park | Resume | Answer | CopyTokens | SavingCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.flow.saved_samples import SaveFinished, TakeSaved
 from hybridrl.layout.layerwise import Fill, Held
 from hybridrl.layout.layout import Layout
 from hybridrl.models.context import context_tokens
@@ -53,6 +54,7 @@ from hybridrl.system.memory import free_cached_memory
 from hybridrl.workers.answers import InstanceDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
+from hybridrl.workers.saved_samples import SavedSamples, take_saved
 from hybridrl.workers.store import KEPT_IDS, ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.turns import (
     CONVERSATION_TENSORS,
@@ -142,6 +144,7 @@ class Generator:
         )
         self.text_of = ResponseText(tokenizer, rollout.skip_special_tokens)
         self.version = NO_VERSION
+        self._saved = SavedSamples(self.number)
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
         self._last_version: dict[SampleId, int] = {}  # of those that ended just before a load
 
@@ -177,6 +180,7 @@ class Generator:
 
     def close(self) -> None:
         """End the rollout engine."""
+        self._saved.close()
         self.rollout.close()
 
     @property
@@ -249,11 +253,14 @@ class Generator:
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         # commands
         parked: list[Parked] = []
-        outputs: list[tuple[Output, EpisodeReply | None]] = []
+        finished: list[Finished] = []
+        self._saved.begin_call(next((x for x in commands if isinstance(x, SaveFinished)), None))
         for command in commands:
             match command:
                 case Submit():
                     self.engine.submit(self._requests(command))
+                case TakeSaved():
+                    finished += self._take(command)
                 case Park():
                     begin = time.perf_counter()
                     parked.append(self._park(command))
@@ -263,7 +270,7 @@ class Generator:
                 case Resume():
                     self._resume(command)
                 case Answer():
-                    outputs += self._answer(command)
+                    finished += self._answer(command)
         ended = self.engine.take_turns()
         # decoding: with drafts a step may make several tokens of a sample, and what conversations
         # make follows from turns, whatever the calls are
@@ -275,7 +282,8 @@ class Generator:
         while steps < num_decode_steps and self.unfinished and not (call and call.call_is_done):
             if steps % _MARKED_STEPS == 0:
                 mark("decode" if steps else "admit and decode", steps)
-            outputs += [(output, None) for output in engine.step()]
+            # At once: a sample that is finished is saved, whatever becomes of the call.
+            finished += [sample for output in engine.step() if (sample := self._finish(output))]
             ended += engine.take_turns()
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
@@ -290,7 +298,6 @@ class Generator:
             ended = []
         # results, and what they have cost
         after = self.engine.stats()
-        finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
         turns = [turn for ended_turn in told if (turn := self._turn_ended(ended_turn))]
         work = Work(
             seconds=time.perf_counter() - start,
@@ -369,8 +376,17 @@ class Generator:
             requests.append(request)
         self.engine.submit(requests)
 
-    def _answer(self, command: Answer) -> list[tuple[Output, EpisodeReply]]:
-        """Continue or end samples whose reply has come; gives the outputs of those that end.
+    def _take(self, command: TakeSaved) -> list[Finished]:
+        """Store the samples that this rank tells of, of those that are saved."""
+        item: Item = command.prompt
+        return [
+            take_saved(id, place, item, self.store, self.number)
+            for id, place in command.places.items()
+            if self._tells(id)
+        ]
+
+    def _answer(self, command: Answer) -> list[Finished]:
+        """Continue or end samples whose reply has come; gives those that end.
 
         Replies to samples of other instances are left out.
         """
@@ -381,7 +397,8 @@ class Generator:
             output = self.engine.answer(reply.id, reply.tokens, reply.finish)
             if reply.tokens is None:
                 assert output is not None
-                ended.append((output, reply))
+                if sample := self._finish(output, reply):
+                    ended.append(sample)
                 continue
             item, spans = self._items[reply.id]
             spans = answered(spans, len(reply.tokens), self.version)
@@ -426,7 +443,7 @@ class Generator:
             images=item.images,
         )
 
-    def _finish(self, output: Output, reply: EpisodeReply | None) -> Finished | None:
+    def _finish(self, output: Output, reply: EpisodeReply | None = None) -> Finished | None:
         """Store a finished sample, or leave it to another rank: all of the instance have it.
 
         A conversation is finished by the last `reply` of its environment.
@@ -456,11 +473,12 @@ class Generator:
             tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
             more += CONVERSATION_TENSORS
             scalars = {"num_turns": len(output.turns), **reply.scalars}
-        self.store.add(id, StoredSample(num_tokens, item, tensors, item.images))
+        stored = StoredSample(num_tokens, item, tensors, item.images)
+        self.store.add(id, stored)
         spans = grown(spans, num_tokens, version)
         if self._keeps_kv:
             spans = recomputed(spans, output.recomputed_at)
-        return Finished(
+        finished = Finished(
             id=id,
             rank=self.number,
             prompt_tokens=len(item.prompt_ids),
@@ -470,6 +488,8 @@ class Generator:
             more_tensors=more,
             scalars=scalars,
         )
+        self._saved.append(finished, version, stored)
+        return finished
 
     # -- parked samples on their way -----------------------------------------------------------
 
