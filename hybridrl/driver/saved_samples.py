@@ -125,10 +125,15 @@ class SavedSamples:
             places[id] = place
             self._num_tokens += facts["response_tokens"]
         self._num_taken += len(places)
-        assert not submit.rests_at or not places, "a sample that rests is of a schedule that parks"
-        left = tuple(id for id in submit.ids if id not in places)
-        commands: list[Command] = [TakeSaved(places, submit.prompt)] if places else []
-        return [*commands, replace(submit, ids=left)] if left else commands
+        if not places:
+            return [submit]
+        commands: list[Command] = [TakeSaved(places, submit.prompt)]
+        if left := [number for number, id in enumerate(submit.ids) if id not in places]:
+            ids, rests = (
+                tuple(x[n] for n in left) if x else () for x in (submit.ids, submit.rests_at)
+            )
+            commands.append(replace(submit, ids=ids, rests_at=rests))
+        return commands
 
     def _tell(self) -> None:
         """Say what the step has taken, and what it has not."""
