@@ -40,7 +40,7 @@ def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """A record of `facts`, in plain JSON types, and of arrays by name."""
     fields = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     line = json.dumps({**facts, _FIELDS: fields}).encode()
-    parts = [line, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())]
+    parts = [line, *(array.tobytes() for array in arrays.values())]
     lengths = _LENGTHS.pack(len(line), sum(map(len, parts)) - len(line))
     total = zlib.crc32(lengths)
     for part in parts:

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from hybridrl.flow.saved_samples import SaveFinished
 from hybridrl.workers.store import SampleStore, StoredSample
 
 logger = logging.getLogger(__name__)
+
+_SPAN_VALUES = attrgetter(*(field.name for field in fields(TokenSpan)))
+"""As `dataclasses.astuple`, which takes a third of the time of a record."""
 
 
 class SavedSamples:
@@ -51,7 +55,7 @@ class SavedSamples:
             "prompt_tokens": finished.prompt_tokens,
             "response_tokens": finished.response_tokens,
             "finish": finished.finish,
-            "spans": [asdict(span) for span in finished.spans],
+            "spans": [_SPAN_VALUES(span) for span in finished.spans],
             "more_tensors": finished.more_tensors,
         }
         record = encode(facts, {name: tensor.numpy() for name, tensor in sample.tensors.items()})
@@ -98,6 +102,6 @@ def take_saved(
         prompt_tokens=facts["prompt_tokens"],
         response_tokens=facts["response_tokens"],
         finish=facts["finish"],
-        spans=tuple(TokenSpan(**span) for span in facts["spans"]),
+        spans=tuple(TokenSpan(*span) for span in facts["spans"]),
         more_tensors=tuple(facts["more_tensors"]),
     )
