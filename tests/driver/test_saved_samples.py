@@ -5,28 +5,33 @@ Its ranks stop in a step once each has saved some samples; then the test kills a
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed_runs import check_same, lines
+from resumed_runs import check_same
 from whole_runs import REPLAYED, Command
 
-from hybridrl.checkpoint.sample_records import scan
+from hybridrl.checkpoint.sample_records import decode, encode, scan
+from hybridrl.config import Config
+from hybridrl.driver import train as controller_train
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.saved_samples import FOLDER
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow import executor as flow_executor
 from hybridrl.flow.executor import Advanced, Event, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.saved_samples import TakeSaved
+from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
+from hybridrl.workers.saved_samples import SavedSamples
 
 STOPPING = """
 import os
+import signal
 import time
+from pathlib import Path
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import recipe
@@ -34,7 +39,7 @@ from hybridrl.workers.saved_samples import SavedSamples
 
 
 def armed():
-    '''In every rank that is sent the loss: it stops when it has saved so many samples of a step.'''
+    '''In every rank with samples: it stops when it has saved so many of a step.'''
     if os.environ.get("STOP_IN") and not hasattr(SavedSamples, "is_armed"):
         SavedSamples.is_armed, append, num = True, SavedSamples.append, []
 
@@ -42,14 +47,26 @@ def armed():
             append(self, *args)
             if self._into is not None and self._into.folder.endswith(os.environ["STOP_IN"]):
                 num.append(args)
-                while len(num) >= int(os.environ["STOP_AFTER"]):
+                if len(num) < int(os.environ["STOP_AFTER"]):
+                    return
+                if dies := os.environ.get("DIES"):
+                    if self.rank == 1 and not Path(dies).exists():
+                        Path(dies).touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return
+                while True:
                     time.sleep(60)
 
         SavedSamples.append = appending
-    return losses.ClippedLoss()
+    return ArmedLength()
 
 
-class ArmedLoss(losses.ClippedLoss):
+class ArmedLength:
+    __name__ = "length"
+
+    def __call__(self, log_probs):
+        return len(log_probs)
+
     def __reduce__(self):
         return armed, ()
 
@@ -57,17 +74,23 @@ class ArmedLoss(losses.ClippedLoss):
 @recipe("stopping")
 def dataflow(flow, cfg):
     samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=4))
+    samples = samples.map(ArmedLength(), ("log_probs",), scalars=("length",))
     samples = samples.by_group(advantages.group_relative)
-    flow.actor.update(samples, loss=ArmedLoss())
+    flow.actor.update(samples, loss=losses.ClippedLoss())
 """
 RANKS, EACH = 2, 3
 """Ranks of the run that is killed, and samples that each of them saves before."""
 STEP = 3
+SERIAL, FUSED = "schedule=serial", "schedule=fused"
+
+
+def fused(settings: list[str]) -> list[str]:
+    return [FUSED if setting == SERIAL else setting for setting in settings]
 
 
 @pytest.fixture
 def settings(tiny_run: list[str], tmp_path: Path) -> list[str]:
-    """Settings of a strict run of four steps, with checkpoints after each second one."""
+    """Settings of a strict, serial run of four steps, with checkpoints after each second one."""
     file = tmp_path / "stopping.py"
     file.write_text(STOPPING)
     changed = ("recipe", "trainer.steps=", "trainer.save_every=", "trainer.keep_last=")
@@ -75,7 +98,14 @@ def settings(tiny_run: list[str], tmp_path: Path) -> list[str]:
     steps = ["trainer.steps=4", "trainer.save_every=2", "eval.sets.main.every=null"]
     saved = ["trainer.save_samples=true", "rollout.decode_steps=4"]
     saved += ["model.compute_dtype=float32", "rollout.dtype=float32"]
-    return [*kept, f"recipe={{target: '{file}:dataflow'}}", *steps, *saved, "cluster.ranks=2"]
+    return [
+        *kept,
+        f"recipe={{target: '{file}:dataflow'}}",
+        *steps,
+        *saved,
+        "cluster.ranks=2",
+        SERIAL,
+    ]
 
 
 def files_of(run_dir: Path, step: int) -> list[Path]:
@@ -146,26 +176,189 @@ def counted() -> Iterator[Generated]:
         yield seen
 
 
+def taken_in(run_dir: Path) -> list[tuple[int, int, int]]:
+    """Step, samples and tokens that the record of a run says to be taken."""
+    events = read_lines(run_dir / "events.jsonl")
+    return [(x["step"], x["samples"], x["tokens"]) for x in events if x["kind"] == "saved_samples"]
+
+
 @pytest.mark.layouts
-@pytest.mark.parametrize("schedule", ["serial", "fused"])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["serial", "fused"])
 def test_a_killed_run_makes_no_finished_sample_again(
-    schedule: str,
+    is_fused: bool,
     killed: Callable[..., Path],
     settings: list[str],
     train_here: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    how = [*settings, f"schedule={schedule}"]
+    """It has the bits of one that was not killed, and decodes so many tokens less."""
+    how = fused(settings) if is_fused else settings
     with counted() as undisturbed:
         whole = train_here(tmp_path / "whole", *how)
     run_dir = killed(*how)
     saved = saved_in(run_dir, STEP)
     assert len(saved) == EACH * RANKS
+    assert [file.name for file in files_of(run_dir, STEP)] == [
+        "rank_0000_1.records", "rank_0001_1.records",
+    ]  # fmt: skip
     with counted() as resumed:
         train_here(run_dir, *how, "trainer.resume=auto")
-    samples = {s.id: s for step in whole.steps if step.step == STEP for s in step.samples}
-    print(undisturbed.rows, resumed.rows, sum(s.response_tokens for s in samples.values()), saved)
+    (samples,) = (step.samples for step in whole.steps if step.step == STEP)
+    tokens = {sample.id: sample.response_tokens for sample in samples}
+    assert saved.items() <= tokens.items()
     assert sorted(resumed.taken[STEP]) == sorted(saved)
-    assert sorted(resumed.submitted[STEP]) == sorted(samples.keys() - saved.keys())
+    assert sorted(resumed.submitted[STEP]) == sorted(tokens.keys() - saved.keys())
     assert resumed.taken.keys() == {STEP}
+    assert undisturbed.rows[STEP] == sum(tokens.values())
+    assert undisturbed.rows[STEP] - resumed.rows[STEP] == sum(saved.values()) > 0
+    assert taken_in(run_dir) == [(STEP, len(saved), sum(saved.values()))]
+    assert not (run_dir / FOLDER).exists()  # the run is over
+    check_same(tmp_path / "whole", run_dir, tmp_path)
+
+
+@pytest.mark.layouts
+def test_damage_costs_its_record_alone_and_records_of_other_weights_are_not_taken(
+    killed: Callable[..., Path],
+    settings: list[str],
+    train_here: Callable[..., Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole, run_dir = tmp_path / "whole", killed(*settings)
+    train_here(whole, *settings)
+    flipped, cut = files_of(run_dir, STEP)
+    (_, (place, _), _), _ = scan(flipped)
+    data = bytearray(flipped.read_bytes())
+    data[place.start + place.size // 2] ^= 1
+    flipped.write_bytes(data)
+    # The first one is of other weights, the last one has lost its last byte.
+    (place, _), *_ = scan(cut)[0]
+    facts, arrays = decode(cut.read_bytes()[: place.size])
+    other = encode({**facts, "version": facts["version"] + 1}, arrays)
+    cut.write_bytes((other + cut.read_bytes()[place.size :])[:-1])
+    saved = saved_in(run_dir, STEP)
+    assert len(saved) == EACH * RANKS - 2
+    capsys.readouterr()
+    with counted() as resumed:
+        train_here(run_dir, *settings, "trainer.resume=auto")
+    err = capsys.readouterr().err
+    assert sorted(resumed.taken[STEP]) == sorted(saved.keys() - {SampleId.read(facts["id"])})
+    lines = [line for line in err.splitlines() if "saved samples" in line or "damaged" in line]
+    assert lines[0].startswith("damaged, passed over: bytes ")
+    assert lines[0].endswith(f" of {flipped}")
+    assert lines[1].endswith(f" of {cut}")
+    assert lines[2].startswith("3 saved samples are taken, with ")
+    assert lines[3:] == ["1 saved samples are of other weights or prompts: made again"]
+    check_same(whole, run_dir, tmp_path)
+
+
+@pytest.mark.layouts
+def test_a_step_that_was_whole_is_taken_whole_and_a_later_one_not_at_all(
+    killed: Callable[..., Path],
+    settings: list[str],
+    train_here: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """The weights of the later step are made again, and may be others without strict."""
+    how = fused(settings)
+    train_here(tmp_path / "whole", *how)
+    run_dir = killed(*how, step=STEP + 1)
+    assert sorted(x.name for x in (run_dir / FOLDER).iterdir()) == ["step_000003", "step_000004"]
+    saved = saved_in(run_dir, STEP)
+    assert len(saved) == 16
+    with counted() as resumed:
+        train_here(run_dir, *how, "trainer.resume=auto")
+    assert sorted(resumed.taken[STEP]) == sorted(saved)
+    assert STEP not in resumed.submitted
+    assert resumed.rows[STEP] == 0
+    assert resumed.taken.keys() == {STEP}
+    check_same(tmp_path / "whole", run_dir, tmp_path)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param([], ["cluster.ranks=1"], id="one rank"),
+        pytest.param(["rollout.layout.tp=2"], ["cluster.ranks=2"], id="instances of one rank"),
+        pytest.param(
+            ["cluster.ranks=3", "cluster.pools.rollout=2"],
+            ["cluster.ranks=2", "cluster.pools.rollout=1"],
+            id="ranks that generate alone",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)
+def test_other_ranks_take_them(
+    before: list[str],
+    after: list[str],
+    killed: Callable[..., Path],
+    settings: list[str],
+    train_here: Callable[..., Any],
+) -> None:
+    run_dir = killed(*settings, *before, each=2)
+    saved = saved_in(run_dir, STEP)
+    with counted() as resumed:
+        run = train_here(run_dir, *settings, *after, "trainer.resume=auto")
+    assert len(saved) == len(resumed.taken[STEP]) == 4
+    assert sorted(resumed.taken[STEP]) == sorted(saved)
+    (samples,) = (step.samples for step in run.steps if step.step == STEP)
+    assert len(samples) == 16
+    tokens = {sample.id: sample.response_tokens for sample in samples}
+    assert saved.items() <= tokens.items()
+
+
+@pytest.mark.layouts
+def test_a_restart_within_the_run_takes_those_of_all_ranks(
+    settings: list[str],
+    make_config: Callable[..., Config],
+    train_here: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train_here(tmp_path / "whole", *settings)
+    monkeypatch.setenv("STOP_IN", f"step_{STEP:06d}")
+    monkeypatch.setenv("STOP_AFTER", str(EACH))
+    monkeypatch.setenv("DIES", str(tmp_path / "has died"))
+    run_dir = tmp_path / "run"
+    how = [*settings, "cluster=processes", "cluster.restarts=1", f"run.dir={run_dir}"]
+    with counted() as seen:
+        assert controller_train.train(make_config(*how))["restarts"] == 1
+    (num,) = {len(seen.taken[STEP])} & set(range(EACH, 16))
+    ((step, samples, _),) = taken_in(run_dir)
+    assert (step, samples) == (STEP, num)
+    assert len(seen.submitted[STEP]) == 16 + 16 - num
+    check_same(tmp_path / "whole", run_dir, tmp_path)
+
+
+@pytest.mark.layouts
+@pytest.mark.usefixtures("command_line_signals")
+def test_a_signal_amid_a_step_leaves_its_finished_samples_to_the_next_process(
+    settings: list[str],
+    train_here: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint that it leaves is of the step before, so the weights are those."""
+    train_here(tmp_path / "whole", *settings)
+    append, num = SavedSamples.append, []
+
+    def stopping(self: SavedSamples, *args: Any) -> None:  # on rank 0, which is this process
+        append(self, *args)
+        if self._into is not None and self._into.folder.endswith("step_000004"):
+            num.append(args)
+            if len(num) == EACH:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run_dir, resumes = tmp_path / "run", "trainer.resume=auto"
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedSamples, "append", stopping)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 3"):
+            train_here(run_dir, *settings, resumes)
+    monkeypatch.setattr(signals, "_requested_at", None)
+    saved = saved_in(run_dir, 4)
+    assert EACH <= len(saved) < 16
+    with counted() as resumed:
+        train_here(run_dir, *settings, resumes)
+    assert sorted(resumed.taken[4]) == sorted(saved)
     check_same(tmp_path / "whole", run_dir, tmp_path)
