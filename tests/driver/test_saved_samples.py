@@ -4,28 +4,36 @@ Its ranks stop in a step once each has saved some samples; then the test kills a
 """
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from resumed_runs import check_same
-from whole_runs import REPLAYED, Command
+from whole_runs import REPLAYED, Command, FinishedRun
 
+from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.sample_records import decode, encode, scan
 from hybridrl.config import Config
+from hybridrl.data import Item
 from hybridrl.driver import train as controller_train
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.saved_samples import FOLDER
+from hybridrl.driver.saved_samples import SavedSamples as DriverSide
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.executor import Advanced, Event, Submit
+from hybridrl.flow.executor import Advanced, Event, Finished, Sampling, Submit
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.saved_samples import TakeSaved
+from hybridrl.flow.saved_samples import SaveFinished, TakeSaved
 from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.saved_samples import SavedSamples
+from hybridrl.workers.store import StoredSample
 
 STOPPING = """
 import os
@@ -36,6 +44,7 @@ from pathlib import Path
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import recipe
 from hybridrl.workers.saved_samples import SavedSamples
+from hybridrl.workers.store import StoredSample
 
 
 def armed():
@@ -88,10 +97,10 @@ def fused(settings: list[str]) -> list[str]:
     return [FUSED if setting == SERIAL else setting for setting in settings]
 
 
-@pytest.fixture
-def settings(tiny_run: list[str], tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def settings(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a strict, serial run of four steps, with checkpoints after each second one."""
-    file = tmp_path / "stopping.py"
+    file = tmp_path_factory.mktemp("recipe") / "stopping.py"
     file.write_text(STOPPING)
     changed = ("recipe", "trainer.steps=", "trainer.save_every=", "trainer.keep_last=")
     kept = [x for x in (*tiny_run, *REPLAYED) if not x.startswith(changed)]
@@ -176,6 +185,22 @@ def counted() -> Iterator[Generated]:
         yield seen
 
 
+@pytest.fixture(scope="module")
+def undisturbed(
+    train_here: Callable[..., FinishedRun], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[list[str]], tuple[FinishedRun, Generated]]:
+    """`undisturbed(settings)` is a run of these without a fault, and what it has generated."""
+    runs: dict[tuple[str, ...], tuple[FinishedRun, Generated]] = {}
+
+    def run(settings: list[str]) -> tuple[FinishedRun, Generated]:
+        if (key := tuple(settings)) not in runs:
+            with counted() as seen:
+                runs[key] = train_here(tmp_path_factory.mktemp("whole") / "run", *settings), seen
+        return runs[key]
+
+    return run
+
+
 def taken_in(run_dir: Path) -> list[tuple[int, int, int]]:
     """Step, samples and tokens that the record of a run says to be taken."""
     events = read_lines(run_dir / "events.jsonl")
@@ -189,12 +214,12 @@ def test_a_killed_run_makes_no_finished_sample_again(
     killed: Callable[..., Path],
     settings: list[str],
     train_here: Callable[..., Any],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
     tmp_path: Path,
 ) -> None:
     """It has the bits of one that was not killed, and decodes so many tokens less."""
     how = fused(settings) if is_fused else settings
-    with counted() as undisturbed:
-        whole = train_here(tmp_path / "whole", *how)
+    whole, of_whole = undisturbed(how)
     run_dir = killed(*how)
     saved = saved_in(run_dir, STEP)
     assert len(saved) == EACH * RANKS
@@ -209,11 +234,11 @@ def test_a_killed_run_makes_no_finished_sample_again(
     assert sorted(resumed.taken[STEP]) == sorted(saved)
     assert sorted(resumed.submitted[STEP]) == sorted(tokens.keys() - saved.keys())
     assert resumed.taken.keys() == {STEP}
-    assert undisturbed.rows[STEP] == sum(tokens.values())
-    assert undisturbed.rows[STEP] - resumed.rows[STEP] == sum(saved.values()) > 0
+    assert of_whole.rows[STEP] == sum(tokens.values())
+    assert of_whole.rows[STEP] - resumed.rows[STEP] == sum(saved.values()) > 0
     assert taken_in(run_dir) == [(STEP, len(saved), sum(saved.values()))]
     assert not (run_dir / FOLDER).exists()  # the run is over
-    check_same(tmp_path / "whole", run_dir, tmp_path)
+    check_same(undisturbed(how)[0].dir, run_dir, tmp_path)
 
 
 @pytest.mark.layouts
@@ -221,11 +246,11 @@ def test_damage_costs_its_record_alone_and_records_of_other_weights_are_not_take
     killed: Callable[..., Path],
     settings: list[str],
     train_here: Callable[..., Any],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole, run_dir = tmp_path / "whole", killed(*settings)
-    train_here(whole, *settings)
+    run_dir = killed(*settings)
     flipped, cut = files_of(run_dir, STEP)
     (_, (place, _), _), _ = scan(flipped)
     data = bytearray(flipped.read_bytes())
@@ -249,7 +274,7 @@ def test_damage_costs_its_record_alone_and_records_of_other_weights_are_not_take
     assert lines[1].endswith(f" of {cut}")
     assert lines[2].startswith("3 saved samples are taken, with ")
     assert lines[3:] == ["1 saved samples are of other weights or prompts: made again"]
-    check_same(whole, run_dir, tmp_path)
+    check_same(undisturbed(settings)[0].dir, run_dir, tmp_path)
 
 
 @pytest.mark.layouts
@@ -257,11 +282,11 @@ def test_a_step_that_was_whole_is_taken_whole_and_a_later_one_not_at_all(
     killed: Callable[..., Path],
     settings: list[str],
     train_here: Callable[..., Any],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
     tmp_path: Path,
 ) -> None:
     """The weights of the later step are made again, and may be others without strict."""
     how = fused(settings)
-    train_here(tmp_path / "whole", *how)
     run_dir = killed(*how, step=STEP + 1)
     assert sorted(x.name for x in (run_dir / FOLDER).iterdir()) == ["step_000003", "step_000004"]
     saved = saved_in(run_dir, STEP)
@@ -272,7 +297,7 @@ def test_a_step_that_was_whole_is_taken_whole_and_a_later_one_not_at_all(
     assert STEP not in resumed.submitted
     assert resumed.rows[STEP] == 0
     assert resumed.taken.keys() == {STEP}
-    check_same(tmp_path / "whole", run_dir, tmp_path)
+    check_same(undisturbed(how)[0].dir, run_dir, tmp_path)
 
 
 @pytest.mark.layouts
@@ -280,7 +305,12 @@ def test_a_step_that_was_whole_is_taken_whole_and_a_later_one_not_at_all(
     ("before", "after"),
     [
         pytest.param([], ["cluster.ranks=1"], id="one rank"),
-        pytest.param(["rollout.layout.tp=2"], ["cluster.ranks=2"], id="instances of one rank"),
+        pytest.param(
+            ["rollout.layout.tp=2"],
+            ["rollout.layout.tp=1"],
+            id="instances of one rank",
+            marks=pytest.mark.wide,
+        ),
         pytest.param(
             ["cluster.ranks=3", "cluster.pools.rollout=2"],
             ["cluster.ranks=2", "cluster.pools.rollout=1"],
@@ -312,11 +342,10 @@ def test_other_ranks_take_them(
 def test_a_restart_within_the_run_takes_those_of_all_ranks(
     settings: list[str],
     make_config: Callable[..., Config],
-    train_here: Callable[..., Any],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train_here(tmp_path / "whole", *settings)
     monkeypatch.setenv("STOP_IN", f"step_{STEP:06d}")
     monkeypatch.setenv("STOP_AFTER", str(EACH))
     monkeypatch.setenv("DIES", str(tmp_path / "has died"))
@@ -328,19 +357,20 @@ def test_a_restart_within_the_run_takes_those_of_all_ranks(
     ((step, samples, _),) = taken_in(run_dir)
     assert (step, samples) == (STEP, num)
     assert len(seen.submitted[STEP]) == 16 + 16 - num
-    check_same(tmp_path / "whole", run_dir, tmp_path)
+    check_same(undisturbed(settings)[0].dir, run_dir, tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.layouts
 @pytest.mark.usefixtures("command_line_signals")
 def test_a_signal_amid_a_step_leaves_its_finished_samples_to_the_next_process(
     settings: list[str],
     train_here: Callable[..., Any],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The checkpoint that it leaves is of the step before, so the weights are those."""
-    train_here(tmp_path / "whole", *settings)
     append, num = SavedSamples.append, []
 
     def stopping(self: SavedSamples, *args: Any) -> None:  # on rank 0, which is this process
@@ -357,8 +387,140 @@ def test_a_signal_amid_a_step_leaves_its_finished_samples_to_the_next_process(
             train_here(run_dir, *settings, resumes)
     monkeypatch.setattr(signals, "_requested_at", None)
     saved = saved_in(run_dir, 4)
-    assert EACH <= len(saved) < 16
+    assert EACH <= len(saved) <= 16
     with counted() as resumed:
         train_here(run_dir, *settings, resumes)
     assert sorted(resumed.taken[4]) == sorted(saved)
-    check_same(tmp_path / "whole", run_dir, tmp_path)
+    check_same(undisturbed(settings)[0].dir, run_dir, tmp_path)
+
+
+def submitted(position: int, ids: tuple[int, ...] = (1, 2, 3), k: int = 2) -> Submit:
+    prompt = Item("p", ids, "", (), "source", {})
+    rests = tuple(range(k))
+    return Submit(tuple(SampleId(position, k=x) for x in range(k)), prompt, Sampling(8), rests)
+
+
+def saver(run_dir: Path, *, at: int | None = None, **settings: bool) -> DriverSide:
+    """The driver's side in a run that begins, or resumes from a checkpoint in its directory."""
+    config = Config()
+    config.run.dir, config.trainer.save_samples = str(run_dir), True
+    for name, value in settings.items():
+        setattr(config.trainer, name, value)
+    folder = run_dir / "checkpoints" / f"step_{at or 0:06d}"
+    point = None if at is None else Point(folder, {"step": at})
+    return DriverSide(config, Origin(point=point), MagicMock())
+
+
+def save_one(run_dir: Path, step: int, position: int, version: int = 7) -> Path:
+    """A record of sample `position`.0, as a rank writes it."""
+    folder = run_dir / FOLDER / f"step_{step:06d}"
+    rank, item = SavedSamples(0), submitted(position).prompt
+    rank.begin_call(SaveFinished(str(folder), 1))
+    finished = Finished(SampleId(position), 0, 3, 1, "stop", ())
+    stored = StoredSample(1, item, {"tokens": torch.tensor([1, 2, 3, 4])})
+    rank.append(finished, version, stored)
+    rank.close()
+    return folder
+
+
+def taken_by(side: DriverSide, step: int, submit: Submit, version: int = 7) -> list[SampleId]:
+    """Samples that a step takes; the others are to be made, each with its own limit."""
+    with side.step(step):
+        *commands, saving = side.commands([submit], version)
+    assert isinstance(saving, SaveFinished)
+    assert saving.folder.endswith(f"step_{step:06d}")
+    taken = [id for command in commands if isinstance(command, TakeSaved) for id in command.ids]
+    made = [x for x in commands if isinstance(x, Submit)]
+    rest = dict(zip(submit.ids, submit.rests_at, strict=True))
+    for id in taken:
+        del rest[id]
+    assert {i: r for x in made for i, r in zip(x.ids, x.rests_at, strict=True)} == rest
+    assert all(x.ids for x in made)
+    return taken
+
+
+def test_a_step_takes_samples_of_its_prompts_and_of_the_checkpoints_weights_alone(
+    tmp_path: Path,
+) -> None:
+    cases: list[tuple[Submit, int, bool]] = [
+        (submitted(9), 7, True), (submitted(9, k=1), 7, True), (submitted(9), 8, False),
+        (submitted(9, (1, 2, 4)), 7, False), (submitted(8), 7, False),
+    ]  # fmt: skip
+    for submit, version, is_taken in cases:
+        save_one(tmp_path, 5, 9)
+        side = saver(tmp_path, at=4)
+        wanted = [SampleId(9)] if is_taken else []
+        assert taken_by(side, 5, submit, version) == wanted
+        assert taken_by(side, 6, submit, version) == []  # its weights are not the checkpoint's
+        shutil.rmtree(tmp_path / FOLDER, ignore_errors=True)
+
+
+def test_what_another_run_has_saved_is_deleted_and_not_taken(tmp_path: Path) -> None:
+    """Also what this run had saved before it went on otherwise."""
+    cases: list[tuple[int | None, int, dict[str, bool]]] = [
+        (None, 1, {}),  # it begins anew
+        (4, 6, {}),  # weights of step 5 are made again
+        (4, 4, {}),
+        (4, 5, {"resume_changed": True}),
+        (4, 5, {"save_samples": False}),
+    ]
+    for at, step, settings in cases:
+        folder, first = save_one(tmp_path, step, 9), (at or 0) + 1
+        side = saver(tmp_path, at=at, **settings)
+        assert folder.exists()  # an evaluation of the run deletes nothing
+        if settings.get("save_samples", True):
+            assert taken_by(side, first, submitted(9)) == []
+        else:
+            with side.step(first):
+                assert side.commands([submit := submitted(9)], 7) == [submit]
+        assert not folder.exists(), (at, step, settings)
+    folder = save_one(tmp_path / "one", 5, 9)
+    config = Config()
+    config.run.dir, config.trainer.save_samples = str(tmp_path / "one"), True
+    other = Point(tmp_path / "other" / "checkpoints" / "step_000004", {"step": 4})
+    side = DriverSide(config, Origin(point=other), MagicMock())
+    assert taken_by(side, 5, submitted(9)) == []
+    assert not folder.exists()
+
+
+def test_two_folders_at_most_are_there_and_none_once_the_run_is_over(tmp_path: Path) -> None:
+    def there() -> list[int]:
+        return sorted(int(x.name[-6:]) for x in (tmp_path / FOLDER).glob("*"))
+
+    side = saver(tmp_path)
+    for step in range(1, 4):
+        with side.step(step):
+            save_one(tmp_path, step, 9)
+            assert there() == [step]  # no checkpoint: of no use unless a signal ends the run
+    side.checkpoint_is_there(3)
+    assert there() == []
+    for step in (4, 5, 6):
+        with side.step(step):
+            save_one(tmp_path, step, 9)
+            assert there() == sorted({4, step})
+            if step == 6:  # written in the background
+                side.checkpoint_is_there(4)
+                assert there() == [6]
+                side.checkpoint_is_there(5)
+    assert there() == [6]
+    side.checkpoint_is_there(6)
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_each_process_has_files_of_its_own_and_nothing_is_saved_between_steps(
+    tmp_path: Path,
+) -> None:
+    for attempt in (1, 2, 3):
+        side, submit = saver(tmp_path, at=4), submitted(9)
+        assert side.commands([submit], 7) == [submit]  # an evaluation's
+        with side.step(5):
+            *_, saving = side.commands([submit], 7)
+            assert saving == SaveFinished(str(tmp_path / FOLDER / "step_000005"), attempt)
+            rank = SavedSamples(0)
+            rank.begin_call(saving)
+            finished = Finished(SampleId(9, k=attempt), 0, 3, 1, "stop", ())
+            tensors = {"tokens": torch.tensor([1, 2, 3, 4])}
+            rank.append(finished, 7, StoredSample(1, submit.prompt, tensors))
+            rank.close()
+        assert side.commands([submit], 7) == [submit]
+    assert len(files_of(tmp_path, 5)) == 3
