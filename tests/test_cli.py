@@ -415,6 +415,25 @@ WRONG = [
         "schedule=fused schedule.x=1",
         "schedule.x=1: wanted a known key: one of early_backward, kind, migration,",
     ),
+    (
+        "trainer.save_samples=true trainer.save_every=0",
+        "trainer.save_samples=True: wanted false without trainer.save_every or trainer.resume",
+    ),
+    *(
+        (
+            f"trainer.save_samples=true trainer.save_every=1 {setting}",
+            f"trainer.save_samples=True: wanted false with {setting}",
+        )
+        for setting in ("schedule=partial", "schedule=packed", "environment=retry")
+    ),
+    (
+        "trainer.save_samples=true trainer.save_every=1 rollout=vllm",
+        "trainer.save_samples=True: wanted false with rollout.engine=vllm",
+    ),
+    (
+        "trainer.save_samples=true trainer.save_every=1 schedule=async cluster.pools.rollout=1",
+        "trainer.save_samples=True: wanted false with schedule=async",
+    ),
     ("schedule.kind=fused", "schedule.kind=fused: wanted schedule=fused in its place"),
     (
         "schedule=partial schedule.over_provision=3",

@@ -32,6 +32,7 @@ def evaluate(args: list[str]) -> None:
         f"model.path='{next(iter(checkpoints.values()))}'",
         f"run.dir='{own_dir}'",
         *("warm_start.steps=0", "actor.lora.rank=0", "trainer.resume=never"),
+        "trainer.save_samples=false",
     ]
 
     def of_checkpoints(config: Config) -> dict[str, Any]:

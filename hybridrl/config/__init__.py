@@ -278,17 +278,16 @@ class Config:
         if not self.trainer.save_samples:
             return
         kind, engine = self.schedule.kind, self.rollout.engine
+        kinds = ScheduleKind.auto, ScheduleKind.serial, ScheduleKind.fused
         obstacles = {
-            f"schedule={kind.value}": kind not in (
-                ScheduleKind.auto, ScheduleKind.serial, ScheduleKind.fused
-            ),
-            f"rollout.engine={engine.value}": engine is not Engine.native,
-            f"environment={self.environment.kind.value}": self.environment.is_on,
-        }  # fmt: skip
+            "out trainer.save_every or trainer.resume": not self.trainer.saves,
+            f" schedule={kind.value}": kind not in kinds,
+            f" rollout.engine={engine.value}": engine is not Engine.native,
+            f" environment={self.environment.kind.value}": self.environment.is_on,
+        }
         for setting, is_there in obstacles.items():
             if is_there:
-                allowed = f"false with {setting}"
-                raise ConfigError("trainer.save_samples", True, allowed)
+                raise ConfigError("trainer.save_samples", True, f"false with{setting}")
 
     def _check_generating_pool(self) -> None:
         """Raise ConfigError for a schedule or layout that ranks which generate alone exclude."""

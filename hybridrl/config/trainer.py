@@ -194,9 +194,6 @@ class TrainerConfig:
         if self.save_in_background and not self.save_every:
             allowed = "false without trainer.save_every: the last checkpoint is waited for"
             raise ConfigError("trainer.save_in_background", True, allowed)
-        if self.save_samples and not self.saves:
-            allowed = "false without checkpoints (trainer.save_every, trainer.resume)"
-            raise ConfigError("trainer.save_samples", True, allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")

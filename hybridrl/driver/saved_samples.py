@@ -128,10 +128,10 @@ class SavedSamples:
         if not places:
             return [submit]
         commands: list[Command] = [TakeSaved(places, submit.prompt)]
-        if left := [number for number, id in enumerate(submit.ids) if id not in places]:
-            ids, rests = (
-                tuple(x[n] for n in left) if x else () for x in (submit.ids, submit.rests_at)
-            )
+        left = [number for number, id in enumerate(submit.ids) if id not in places]
+        if left:
+            ids = tuple(submit.ids[number] for number in left)
+            rests = tuple(submit.rests_at[number] for number in left if submit.rests_at)
             commands.append(replace(submit, ids=ids, rests_at=rests))
         return commands
 

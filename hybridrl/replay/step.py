@@ -223,6 +223,7 @@ def compose_replay(
             *stored,
             f"run.dir='{own}'",
             "trainer.resume=never",
+            "trainer.save_samples=false",
             "telemetry.loggers=[]",
             "telemetry.report=false",
             "telemetry.digests=true",
