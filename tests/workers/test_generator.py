@@ -10,10 +10,12 @@ import torch.distributed as dist
 from parked_samples import PROMPT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from hybridrl.checkpoint.sample_records import scan
 from hybridrl.config import ClusterConfig, Config, DataConfig, Device, ModelConfig, RolloutConfig
-from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.flow.executor import Command, Finished, Park, Resume, Sampling, Submit
 from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.flow.saved_samples import SaveFinished, TakeSaved
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.layout.weight_switch import Tensors
@@ -136,3 +138,39 @@ def test_parked_samples_go_on_in_another_generator(path: str) -> None:
         assert (early.version, late.version) == (0, 1)
         assert early.stop == late.start == 4
     assert not first.unfinished
+
+
+def test_a_sample_is_saved_in_the_step_that_ends_it_and_taken_as_it_was(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call goes on after that, and fails."""
+    first, second = (alone(path, SampleStore()) for _ in range(2))
+    load_file(first, path, 3)
+    load_file(second, path, 3)
+    short = Submit(IDS[:2], PROMPT, Sampling(3, temperature=0.0))
+    long = Submit((SampleId(1),), PROMPT, GREEDY)
+    step, calls = first.engine.step, list[int]()
+
+    def failing() -> list[Output]:
+        calls.append(1)
+        if len(calls) == 6:
+            raise MemoryError
+        return step()
+
+    monkeypatch.setattr(first.engine, "step", failing)
+    with pytest.raises(MemoryError):
+        first.advance([short, long, SaveFinished(str(tmp_path / "saved"), 1)], 16)
+    (file,) = (tmp_path / "saved").iterdir()
+    found, _ = scan(file)
+    places = {SampleId.read(facts["id"]): place for place, facts in found}
+    assert sorted(places) == sorted(short.ids)
+    # Another process takes one, and makes the others.
+    taken = {IDS[0]: places[IDS[0]]}
+    made = replace(short, ids=IDS[1:2])
+    finished, *_ = second.advance([TakeSaved(taken, PROMPT), made, long], 24)
+    assert [sample.id for sample in finished] == [*IDS[:2], SampleId(1)]
+    assert second.engine.stats().decode_tokens == 3 + finished[2].response_tokens
+    one, other = (second.store[id].tensors for id in IDS[:2])
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert replace(finished[0], id=IDS[1]) == finished[1]
