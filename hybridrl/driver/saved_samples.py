@@ -84,18 +84,16 @@ class SavedSamples:
             yield
             return
         self._step, folder = step, self._of(step)
-        if step != self._taking:
-            self._records.clear()
-            shutil.rmtree(folder, ignore_errors=True)  # of weights that are made again
+        assert step == self._taking or not self._records, "a run takes samples in its first step"
         self._keep({step} if self._newest is None else {step, self._newest + 1})
         self._attempt = 1 + max(self._attempts(folder), default=0)
         self._num_taken = self._num_tokens = self._num_others = 0
         self._in_step = True
         try:
             yield
+            self._tell()
         finally:
             self._in_step = False
-            self._tell()
             self._records.clear()
 
     def commands(self, commands: Sequence[Command], version: int) -> Sequence[Command]:

@@ -306,9 +306,9 @@ def test_a_step_that_was_whole_is_taken_whole_and_a_later_one_not_at_all(
     [
         pytest.param([], ["cluster.ranks=1"], id="one rank"),
         pytest.param(
+            [],
             ["rollout.layout.tp=2"],
-            ["rollout.layout.tp=1"],
-            id="instances of one rank",
+            id="an instance of two ranks",
             marks=pytest.mark.wide,
         ),
         pytest.param(
