@@ -524,3 +524,27 @@ def test_each_process_has_files_of_its_own_and_nothing_is_saved_between_steps(
             rank.close()
         assert side.commands([submit], 7) == [submit]
     assert len(files_of(tmp_path, 5)) == 3
+
+
+@pytest.mark.ray
+def test_ranks_on_ray_save_and_take_them(
+    killed: Callable[..., Path],
+    settings: list[str],
+    command: Callable[..., Command],
+    undisturbed: Callable[..., tuple[FinishedRun, Generated]],
+    tmp_path: Path,
+) -> None:
+    """A run of plain processes is killed and goes on under Ray, where it is killed again."""
+    run_dir = killed(*settings)
+    saved = saved_in(run_dir, STEP)
+    killed(*settings, "cluster=local", each=2 * EACH)
+    assert [file.name for file in files_of(run_dir, STEP)] == [
+        f"rank_000{rank}_{attempt}.records" for rank in range(RANKS) for attempt in (1, 2)
+    ]
+    assert len(more := saved_in(run_dir, STEP)) >= 2 * EACH * RANKS
+    assert saved.items() < more.items()
+    resumes = ["cluster=local", "trainer.resume=auto", f"run.dir={run_dir}"]
+    code, _, err = command(*settings, *resumes).end(timeout=300)
+    assert code == 0, err
+    assert taken_in(run_dir) == [(STEP, len(more), sum(more.values()))]
+    check_same(undisturbed(settings)[0].dir, run_dir, tmp_path)
