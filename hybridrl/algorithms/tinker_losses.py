@@ -198,4 +198,10 @@ def tinker_loss(name: str, settings: Mapping[str, float], num_candidates: int) -
         raise ValueError("loss_fn_config.beta: loss_fn=dro needs it")
     if num_candidates > 1 and not kind.several:
         raise ValueError(f"loss_fn={name} has one target a position, not {num_candidates}")
-    return kind(num_candidates=num_candidates, **settings)
+    loss = kind(num_candidates=num_candidates, **settings)
+    if isinstance(loss, ClippedRatio | BoundedWeight):
+        low, high = loss.clip_low_threshold, loss.clip_high_threshold
+        if not 0 <= low <= high:
+            told = f"wanted 0 to clip_high_threshold, {high}"
+            raise ValueError(f"loss_fn_config.clip_low_threshold={low}: {told}")
+    return loss

@@ -19,6 +19,8 @@ WireReply = bytes | dict[str, Any]
 """An answer: bytes are protobuf, and an object is JSON."""
 MakeReply = Callable[[], Awaitable[WireReply]]
 
+LARGEST_SEQ = 1 << 62
+"""The largest of a client's numbers."""
 POLL_S = 30.0
 """Seconds of a long poll; the SDK gives up at 45."""
 KEPT_S = 300.0
@@ -148,8 +150,8 @@ class RequestOrder:
             return self._ids[number]
         if self._ended is not None:
             raise Refused(self._ended)
-        if number < 1:
-            raise Refused(f"seq_id={number}: wanted 1 or more")
+        if not 1 <= number <= LARGEST_SEQ:
+            raise Refused(f"seq_id={number}: wanted 1 to {LARGEST_SEQ}")
         pending = self.futures.open(self.session)
         self._ids[number] = pending.id
         self._waiting[number] = (pending, run)

@@ -31,6 +31,8 @@ Body = Mapping[str, Any]
 
 MOST_SAMPLES = 4096
 """Responses to one prompt in a request."""
+MOST_STOPS = 1024
+"""Stop texts and ids of a request: every new token is held against each."""
 TEMPERATURES = 1e-4, 1e4
 """Least and most but for 0: logits that are divided by it stay numbers in float32."""
 MOST_SECONDS = 100 * 366 * 24 * 3600
@@ -69,9 +71,9 @@ def integer(body: Body, key: str, default: int | None, least: int, most: int) ->
 
 
 def number(body: Body, key: str, default: float, *, below: float = math.inf) -> float:
-    """A number of 0 or more. Raises Refused."""
+    """A number of 0 or more. Raises Refused, for null, too: so the SDK writes NaN and infinity."""
     if key in body and body[key] is None:
-        raise Refused(f"{key}=null: wanted a number, and the SDK writes one that is none so")
+        raise Refused(f"{key}=null: wanted a number that is finite")
     value = optional(body, key, float)
     if value is not None and not 0 <= value < below:
         wanted = "0 or more" if below == math.inf else f"0 to below {below:g}"
@@ -138,12 +140,14 @@ def read_optim_step(body: Body, model: str) -> OptimStep:
     if "optimizer_params" in body:
         check_optimizer(body, "optimizer_params")
     params = required(body, "adam_params", dict)
+    if not (eps := number(params, "eps", 1e-12)):
+        raise Refused("eps=0.0: wanted above 0, or a gradient of 0 makes weights that are none")
     return OptimStep(
         model,
         lr=number(params, "learning_rate", 1e-4),
         beta1=number(params, "beta1", 0.9, below=1),
         beta2=number(params, "beta2", 0.95, below=1),
-        eps=number(params, "eps", 1e-12),
+        eps=eps,
         weight_decay=number(params, "weight_decay", 0.0),
         clip=number(params, "grad_clip_norm", 0.0),
     )
@@ -214,7 +218,9 @@ def read_settings(body: Body, vocab: int) -> SampleSettings:
     if not 0 < top_p <= 1:
         raise Refused(f"top_p={top_p}: wanted above 0, at most 1")
     stop = body.get("stop")
-    stops: Sequence[Any] = [stop] if isinstance(stop, str) else stop or ()
+    stops: Sequence[Any] = stop if isinstance(stop, list) else () if stop is None else [stop]
+    if len(stops) > MOST_STOPS:
+        raise Refused(f"stop: {len(stops)} texts and ids, wanted at most {MOST_STOPS}")
     texts = tuple(entry for entry in stops if isinstance(entry, str) and entry)
     tokens = tuple(entry for entry in stops if type(entry) is int and 0 <= entry < vocab)
     if not isinstance(stop, str | list | None) or len(texts) + len(tokens) != len(stops):

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.serving import payloads
+from hybridrl.serving.futures import LARGEST_SEQ
 from hybridrl.serving.payloads import integer, required
 from hybridrl.serving.requests import (
     Checkpoint,
@@ -19,7 +20,7 @@ from hybridrl.serving.requests import (
     Refused,
     check_model_name,
 )
-from hybridrl.serving.routes import LARGEST_SEQ, Api
+from hybridrl.serving.routes import Api
 from hybridrl.serving.sessions import Unknown
 
 LATEST = datetime.max.replace(tzinfo=UTC).timestamp() - 1

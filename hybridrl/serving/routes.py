@@ -16,7 +16,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from hybridrl.serving import payloads, wire
-from hybridrl.serving.futures import Futures, MakeReply, WireReply, refuser
+from hybridrl.serving.futures import LARGEST_SEQ, Futures, MakeReply, WireReply, refuser
 from hybridrl.serving.payloads import integer, optional, required
 from hybridrl.serving.requests import (
     CheckpointPath,
@@ -41,7 +41,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROTOBUF = "application/x-protobuf"
 CLIENT_CONFIG = {"pjwt_auth_enabled": False, "credential_default_source": "api_key"}
 """Flags of the SDK whose defaults would not do; the others are off."""
-LARGEST_SEQ = 1 << 62
 
 
 class TooLarge(Exception):
@@ -368,10 +367,10 @@ class Api:
         count = integer(body, "num_samples", 1, 1, payloads.MOST_SAMPLES) or 1
         if seq not in sampler.ids:
             session = sampler.id.partition(":")[0]
+            asked = self._sampling(body, sampler.weights, (sampler.number, seq), session)
             pending = self.futures.open(session)
             sampler.ids[seq] = pending.id
-            key = sampler.number, seq
-            self.futures.start(pending, self._sampling(body, sampler.weights, key, session))
+            self.futures.start(pending, asked)
         names = [f"{sampler.id}:{seq}:{index}" for index in range(count)]
         return _promise(sampler.ids[seq], sample_sequence_ids=names)
 

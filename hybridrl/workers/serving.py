@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,6 @@ from hybridrl.config.loss import Loss
 from hybridrl.costs.memory import PoolSizes
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key
-from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.client_models import ClientModels, error_of_any
 from hybridrl.engines.train.interface import TrainSequence
@@ -141,7 +141,7 @@ class ServingWorker(ActorWorker):
         self.models = ClientModels(engine, self.model_path, self.config.run.seed)
         self.snapshots: dict[int, WeightSnapshot] = {}  # by version
         self._parked: dict[int, list[Request]] = {}  # likewise
-        self._stops: dict[tuple[str, ...], StopStrings | None] = {}
+        self._stops_of = lru_cache(maxsize=64)(partial(text_stops, self.tokenizer))
         return reply
 
     # -- models, in TRAIN ----------------------------------------------------------------------
@@ -341,13 +341,8 @@ class ServingWorker(ActorWorker):
             sampling=params,
             stream=stream_key(self.config.run.seed, *sample.stream),
             prefix=sample.prefix,
-            stops=self._stops_of(settings.stop_texts),
+            stops=self._stops_of(settings.stop_texts) if settings.stop_texts else None,
         )
-
-    def _stops_of(self, texts: tuple[str, ...]) -> StopStrings | None:
-        if texts not in self._stops:
-            self._stops[texts] = text_stops(self.tokenizer, texts) if texts else None
-        return self._stops[texts]
 
     @contextmanager
     def _holding(self, model: str | int) -> Iterator[None]:

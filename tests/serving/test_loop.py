@@ -488,6 +488,10 @@ REFUSED = {
     "ppo": (r"data\[0\]: loss_fn=ppo needs loss_fn_inputs\.logprobs", {}),
     "cross_entropy": (r"loss_fn_config\.beta: settings of cross_entropy are none", {"beta": 1.0}),
     "dro": (r"loss_fn_config\.beta: loss_fn=dro needs it", {}),
+    "cispo": (
+        r"loss_fn_config\.clip_low_threshold=5\.0: wanted 0 to clip_high_threshold, 4\.0",
+        {"clip_low_threshold": 5.0},
+    ),
 }
 
 

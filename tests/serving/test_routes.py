@@ -177,7 +177,9 @@ def test_a_refused_request_takes_its_number() -> None:
             wrong.append((await client.post("save_weights", body), "path='../name'"))
             outside = await client.forward_backward(6, token=32)
             wrong.append((outside, "data[0].model_input: token 32, wanted 0 to 31"))
-            right = await client.step(7)
+            step = {"model_id": client.model, "seq_id": 7, "adam_params": {"eps": 0.0}}
+            wrong.append((await client.post("optim_step", step), "eps=0.0: wanted above 0"))
+            right = await client.step(8)
             assert await client.answer(right) == {"type": "optim_step", "metrics": {"lr": 0.5}}
             for promise, line in wrong:
                 failed = await client.answer(promise)
@@ -490,7 +492,8 @@ def test_an_end_answers_what_is_done_and_fails_the_rest() -> None:
         ("session_heartbeat", {}, 400, "session_id: left out, wanted a text"),
         ("session_heartbeat", {"session_id": "x"}, 404, "session x: unknown"),
         ("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404, "session x"),
-        ("optim_step", {"model_id": "MODEL", "seq_id": 0}, 400, "seq_id=0: wanted 1 or more"),
+        ("optim_step", {"model_id": "MODEL", "seq_id": 0}, 400, "seq_id=0: wanted 1 to "),
+        ("optim_step", {"model_id": "MODEL", "seq_id": 2**70}, 400, "seq_id=118059162"),
         ("optim_step", {"model_id": "MODEL"}, 400, "seq_id: left out, wanted an integer"),
         ("forward_backward", b"\xff\xff", 400, "the body is no ForwardBackwardRequest"),
         ("retrieve_future", {"request_id": "x"}, 404, "session x: unknown to this server"),
@@ -590,6 +593,8 @@ def test_a_model_that_cannot_be_is_refused(facts: dict[str, Any], line: str) -> 
         ({"sampling_params": {"temperature": 1e-46}}, "temperature=1e-46: wanted 0, or 0.0001"),
         ({"sampling_params": {"stop": ["\ud800"]}}, "stop=['\\ud800']: wanted texts that UTF-8"),
         ({"sampling_params": {"stop": [1.5]}}, "stop=[1.5]: wanted texts or token ids"),
+        ({"sampling_params": {"stop": 5}}, "stop=5: wanted texts or token ids"),
+        ({"sampling_params": {"stop": ["x"] * 1025}}, "stop: 1025 texts and ids, wanted at most"),
         ({"sampling_params": {"stop": [32]}}, "stop=[32]: wanted texts or token ids, 0 to 31"),
         ({"sampling_params": {"top_p": 10**400}}, "top_p=10000000000000000000...: wanted a number"),
         ({"sampling_params": {"max_tokens": "4"}}, "max_tokens='4': wanted an integer"),

@@ -136,7 +136,11 @@ METHODS: dict[str, dict[str, Case]] = {
         "get_telemetry": (lambda c: c.service.get_telemetry(), None, "the server keeps none"),
         "get_console_url": (lambda c: c.service.get_console_url(), None, CONSOLE),
         "copy_weights": (lambda c: in_project(c.service).copy_weights(c.weights), NO_ROUTE, ""),
-        "close": (lambda c: c.service.close("success"), None, "frees the models at once"),
+        "close": (
+            lambda c: c.service.close("success"),
+            None,
+            "frees the models; wait for its result",
+        ),
     },
     "TrainingClient": {
         "forward": (lambda c: c.training.forward(data(3), "cross_entropy"), None, ""),

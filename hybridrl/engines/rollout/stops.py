@@ -87,4 +87,5 @@ class StopStrings:
 
 def _ends_within(text: str, piece: str) -> bool:
     """Whether `piece` contains `text`, or begins with the end of it."""
-    return text in piece or any(piece.startswith(text[start:]) for start in range(1, len(text)))
+    first = max(1, len(text) - len(piece))  # an end that is longer is no beginning of the piece
+    return text in piece or any(piece.startswith(text[i:]) for i in range(first, len(text)))

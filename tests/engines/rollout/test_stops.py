@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.requests import append_token
-from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.engines.rollout.stops import StopStrings, _ends_within
 
 CORPUS = [
     "the END of the ENDs",
@@ -297,3 +298,18 @@ def test_a_text_that_is_complete_before_the_shortest_response_does_not_end_it() 
     for min_tokens, ends in ((0, [4, 5, 6, 7, 8]), (3, [4, 5, 6, 7, 8]), (4, [8]), (7, [8])):
         assert [n for n in range(1, 9) if stops.ended(ids[:n], min_tokens)] == ends, min_tokens
     assert not stops.ended(ids, 8)
+
+
+def test_only_ends_of_a_text_that_fit_into_a_token_are_tried() -> None:
+    """So that a text of many characters costs a token no more than its own."""
+    tried = list[str]()
+
+    class Piece(str):
+        def startswith(self, end: Any, *_: Any) -> bool:
+            tried.append(end)
+            return super().startswith(end)
+
+    text = "x" * 1000
+    assert _ends_within(text, Piece("xxy"))
+    assert not _ends_within(text, Piece("yx"))
+    assert tried == ["xxx", "xx", "xx", "x"]
