@@ -31,7 +31,7 @@ from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.rank_pool import Pool
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.driver.sample_moves import Homes, SampleMoves, by_rank, once
-from hybridrl.driver.saved_samples import SavedSamples
+from hybridrl.driver.saved_samples import SavedSteps
 from hybridrl.driver.training_calls import TrainingCalls
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
@@ -116,7 +116,7 @@ class RayExecutor:
         self.may_abandon = False
         self.before_update: Callable[[], None] = lambda: None
         self.recorded: RecordedSamples | None = None  # of a replay: fields that are not computed
-        self.saved: SavedSamples | None = None  # of the step in progress
+        self.saved: SavedSteps | None = None  # of the step in progress
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }

@@ -30,7 +30,7 @@ from hybridrl.driver.origin import Origin
 from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.driver.run_records import RunRecords, sample_facts
-from hybridrl.driver.saved_samples import SavedSamples
+from hybridrl.driver.saved_samples import SavedSteps
 from hybridrl.driver.schedule_factory import make_schedule, replay_setting, sampling_of
 from hybridrl.driver.step_digests import read_step_digests
 from hybridrl.driver.worker_group import WorkerGroup
@@ -116,7 +116,7 @@ class Run:
         inputs.write()
         self.executor = _executor(config, prepared, self.group, self.records.on_switch)
         self.executor.pushes.record = self.records.on_push
-        self.saved = self.executor.saved = SavedSamples(config, origin, telemetry)
+        self.saved = self.executor.saved = SavedSteps(config, origin, telemetry)
         self.episodes = self.executor.episodes
         self.failures = self.executor.failures = _judge_failures(config, origin)
         # held-out evaluation

@@ -28,7 +28,7 @@ FOLDER = "saved_samples"
 """The folder of a run's directory that has them, by step."""
 
 
-class SavedSamples:
+class SavedSteps:
     """The saved samples of a run: which are taken, and which folders stay.
 
     Invariant: those in the folder of step N were made by the weights of the checkpoint after step

@@ -25,7 +25,7 @@ from hybridrl.driver import train as controller_train
 from hybridrl.driver.origin import Origin
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.saved_samples import FOLDER
-from hybridrl.driver.saved_samples import SavedSamples as DriverSide
+from hybridrl.driver.saved_samples import SavedSteps as DriverSide
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Advanced, Event, Finished, Sampling, Submit
 from hybridrl.flow.sample import SampleId
