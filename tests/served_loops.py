@@ -1,6 +1,7 @@
 """A server's loop without HTTP: what a client asks, step by step."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,12 +106,15 @@ class Client:
 
 @contextmanager
 def serving(config: Config) -> Iterator[ServeLoop]:
-    """A loop with its ranks up."""
+    """A loop with its ranks up. The log of a rank in this process ends with it."""
+    handlers = logging.getLogger("hybridrl").handlers
+    before = [*handlers]
     loop = ServeLoop.start(config)
     try:
         yield loop
     finally:
         asyncio.run(loop.close())
+        handlers[:] = before
 
 
 def ids(values: Sequence[int]) -> np.ndarray:

@@ -43,8 +43,8 @@ def encode(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     parts = [line, *(array.tobytes() for array in arrays.values())]
     lengths = _LENGTHS.pack(len(line), sum(map(len, parts)) - len(line))
     total = zlib.crc32(lengths)
-    for part in parts:
-        total = zlib.crc32(part, total)
+    for piece in parts:
+        total = zlib.crc32(piece, total)
     return b"".join([MAGIC, lengths, _SUM.pack(total), *parts])
 
 
@@ -75,11 +75,11 @@ def read(place: RecordPlace) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def scan(file: Path) -> tuple[list[tuple[RecordPlace, dict[str, Any]]], list[str]]:
     """The whole records of a file with their facts, and a line for each damaged stretch."""
-    found: list[tuple[RecordPlace, dict[str, Any]]] = []
+    records: list[tuple[RecordPlace, dict[str, Any]]] = []
     damaged: list[str] = []
     length = file.stat().st_size
     if not length:
-        return found, damaged
+        return records, damaged
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         position, wrong_from = 0, -1
         while position < length:
@@ -94,11 +94,11 @@ def scan(file: Path) -> tuple[list[tuple[RecordPlace, dict[str, Any]]], list[str
                 wrong_from = -1
             facts, _ = _facts(data, position)
             del facts[_FIELDS]
-            found.append((RecordPlace(str(file), position, size), facts))
+            records.append((RecordPlace(str(file), position, size), facts))
             position += size
         if wrong_from >= 0:
             damaged.append(_stretch(file, wrong_from, length))
-    return found, damaged
+    return records, damaged
 
 
 def _stretch(file: Path, start: int, stop: int) -> str:

@@ -69,8 +69,8 @@ class SavedSteps:
     def _read(self, folder: Path) -> None:
         """Note the records of a step, and say which are damaged."""
         for file in sorted(folder.glob("*.records")):
-            found, damaged = scan(file)
-            for place, facts in found:
+            records, damaged = scan(file)
+            for place, facts in records:
                 self._records.setdefault(SampleId.read(facts["id"]), (place, facts))
             for wrong in damaged:
                 self._telemetry.note(f"damaged, passed over: {wrong}")
@@ -162,8 +162,8 @@ class SavedSteps:
     @staticmethod
     def _attempts(folder: Path) -> list[int]:
         """The attempts at a step that have left files, one or more each."""
-        found = (re.search(r"_(\d+)\.records$", file.name) for file in folder.glob("*.records"))
-        return [int(match[1]) for match in found if match]
+        matches = (re.search(r"_(\d+)\.records$", file.name) for file in folder.glob("*.records"))
+        return [int(match[1]) for match in matches if match]
 
     def _folder_of_step(self) -> Path:
         return self._of(self._step).absolute()

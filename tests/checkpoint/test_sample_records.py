@@ -26,10 +26,10 @@ def numbers(file: Path) -> list[int]:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"".join(map(record, range(3))))
-    found, damaged = scan(file)
+    records, damaged = scan(file)
     assert damaged == []
-    assert [facts for _, facts in found] == [{"number": n, "text": "é" * n} for n in range(3)]
-    facts, arrays = read(found[2][0])
+    assert [facts for _, facts in records] == [{"number": n, "text": "é" * n} for n in range(3)]
+    facts, arrays = read(records[2][0])
     assert facts["number"] == 2
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():

@@ -430,12 +430,12 @@ def taken_by(side: DriverSide, step: int, submit: Submit, version: int = 7) -> l
     assert isinstance(saving, SaveFinished)
     assert saving.folder.endswith(f"step_{step:06d}")
     taken = [id for command in commands if isinstance(command, TakeSaved) for id in command.ids]
-    made = [x for x in commands if isinstance(x, Submit)]
+    submits = [x for x in commands if isinstance(x, Submit)]
     rest = dict(zip(submit.ids, submit.rests_at, strict=True))
     for id in taken:
         del rest[id]
-    assert {i: r for x in made for i, r in zip(x.ids, x.rests_at, strict=True)} == rest
-    assert all(x.ids for x in made)
+    assert {i: r for x in submits for i, r in zip(x.ids, x.rests_at, strict=True)} == rest
+    assert all(x.ids for x in submits)
     return taken
 
 
@@ -456,7 +456,7 @@ def test_a_step_takes_samples_of_its_prompts_and_of_the_checkpoints_weights_alon
 
 
 def test_what_another_run_has_saved_is_deleted_and_not_taken(tmp_path: Path) -> None:
-    """Also what this run had saved before it went on otherwise."""
+    """What this run had saved before it went on otherwise goes, too."""
     cases: list[tuple[int | None, int, dict[str, bool]]] = [
         (None, 1, {}),  # it begins anew
         (4, 6, {}),  # weights of step 5 are made again

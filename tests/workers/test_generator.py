@@ -161,13 +161,13 @@ def test_a_sample_is_saved_in_the_step_that_ends_it_and_taken_as_it_was(
     with pytest.raises(MemoryError):
         first.advance([short, long, SaveFinished(str(tmp_path / "saved"), 1)], 16)
     (file,) = (tmp_path / "saved").iterdir()
-    found, _ = scan(file)
-    places = {SampleId.read(facts["id"]): place for place, facts in found}
+    records, _ = scan(file)
+    places = {SampleId.read(facts["id"]): place for place, facts in records}
     assert sorted(places) == sorted(short.ids)
     # Another process takes one, and makes the others.
     taken = {IDS[0]: places[IDS[0]]}
-    made = replace(short, ids=IDS[1:2])
-    finished, *_ = second.advance([TakeSaved(taken, PROMPT), made, long], 24)
+    decoded = replace(short, ids=IDS[1:2])
+    finished, *_ = second.advance([TakeSaved(taken, PROMPT), decoded, long], 24)
     assert [sample.id for sample in finished] == [*IDS[:2], SampleId(1)]
     assert second.engine.stats().decode_tokens == 3 + finished[2].response_tokens
     one, other = (second.store[id].tensors for id in IDS[:2])
