@@ -107,14 +107,16 @@ class Client:
 @contextmanager
 def serving(config: Config) -> Iterator[ServeLoop]:
     """A loop with its ranks up. The log of a rank in this process ends with it."""
-    handlers = logging.getLogger("hybridrl").handlers
-    before = [*handlers]
+    logger = logging.getLogger("hybridrl")
+    before = logger.propagate, logger.level
     loop = ServeLoop.start(config)
     try:
         yield loop
     finally:
         asyncio.run(loop.close())
-        handlers[:] = before
+        logger.handlers.clear()
+        logger.propagate, level = before
+        logger.setLevel(level)
 
 
 def ids(values: Sequence[int]) -> np.ndarray:
